@@ -36,8 +36,8 @@ def rooms_of_ops() -> Iterator[ModuleType]:
 
 
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
-         ops.dense, ops.shares, ops.copies, ops.gathers, ops.vocabulary, ops.phases,
-         ops.placement, ops.exact, ops.weights, *rooms_of_ops())  # fmt: skip
+         ops.dense, ops.shares, ops.copies, ops.gathers, ops.vocabulary, ops.placement, ops.exact, ops.weights,
+         *rooms_of_ops())  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 _HEAD = """# Map
 
@@ -124,9 +124,9 @@ def _python_of(op: OpDef):
 
 
 def _gives(op: OpDef) -> str:
-    given = op.tokens.gives
+    given, rule = op.tokens.gives, op.tokens.rule
     words = given if isinstance(given, str) else ", ".join(filter(None, given))
-    return words or (f"(rule {op.tokens.rule})" if op.tokens.rule else "")
+    return words or (f"(rule {getattr(rule, '__name__', rule)})" if rule else "")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,9 @@ class Follower(Protocol):
 
 @dataclass(frozen=True)
 class Insertion:
-    """A pass of a room. after: the pass of the core that it follows, or a part of one ("keep-rows-cut"). entry: a
-    `context.pass_types.Pass`; behind "partition", the last part of differentiate, its `run` takes the `StepGraphs`."""
+    """A pass of a room. after: the pass of the core that it follows, "differentiate" too, or a part of one
+    ("keep-rows-cut"). entry: a `context.pass_types.Pass`; behind "partition", the last part of differentiate, its `run`
+    takes the `StepGraphs`."""
 
     after: str
     entry: Any
@@ -140,7 +141,9 @@ class Feature:
     Axis. ways: see Way. strategies: values of the option `keep`, as in `moefx.options.STRATEGIES`. formulas: values of
     the option `formula` that choose what is kept, (graphs, ctx, machine, sizes, {region: its candidate}) ->
     `planning.restoring.Restoring`. rings: `Decisions.rings` that options want. nesting: an all-to-all, see Nesting.
-    chooses: whether options let it change choices from call to call. follow: a Follower of a compiled model.
+    parts_back: {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each gathered
+    while the next is on its way}. chooses: whether options let it change choices from call to call. follow: a Follower
+    of a compiled model.
     """
 
     name: str
@@ -155,6 +158,7 @@ class Feature:
     formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rings: Callable[[Any], int] = field(default=lambda options: 0)
     nesting: Nesting | None = None
+    parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower] | None = None
 
@@ -184,11 +188,11 @@ def with_passes(entries: Sequence[Any]) -> list[Any]:
     """Passes of the core, each followed by those that features put behind it."""
     found = []
     for entry in entries:
-        found += [entry, *passes_behind(entry.name)]
+        found += [entry, *behind(entry.name)]
     return found
 
 
-def passes_behind(name: str) -> list[Any]:
+def behind(name: str) -> list[Any]:
     """Those that features put behind a pass of the core, or a part of one."""
     return [each.entry for feature in FEATURES.values() for each in feature.passes if each.after == name]
 
@@ -199,6 +203,12 @@ def rules() -> tuple:
 
 def axes() -> tuple[Axis, ...]:
     return tuple(axis for feature in FEATURES.values() for axis in feature.axes)
+
+
+def parts_back(schedule: str, mesh: Any, axis: str) -> int:
+    """In how many parts static blocks come back by a schedule over `axis`; 1: at once."""
+    found = (feature.parts_back.get(schedule) for feature in FEATURES.values())
+    return max((parts(mesh, axis) for parts in found if parts is not None), default=1)
 
 
 def of_axes(options: Any) -> dict[str, Any]:

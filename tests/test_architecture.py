@@ -118,9 +118,10 @@ def forbidden(module: str, imported: str) -> str | None:
     mine, other = area_of(module), area_of(imported)
     if room_of(module) != room_of(imported) and room_of(imported):
         return f"{room_of(module) or 'the core'} imports the room {room_of(imported)}"
-    if room_of(module) and module.endswith(".runtime"):
-        allowed = other in RUNTIME_IMPORTS | {"runtime"} or imported == module
-        return None if allowed else f"the runtime of a room imports {imported}"
+    if room_of(module) and module.endswith((".runtime", ".transport")):
+        both = module[: module.rindex(".")] + ".transport"  # what its compiler and its runtime know
+        allowed = other in RUNTIME_IMPORTS or imported in (module, both) or (other == "runtime" and module != both)
+        return None if allowed else f"{module} imports {imported}, which its compiler or its runtime does not know"
     if room_of(module) and module.endswith(".options"):  # which moefx.options reads
         return None if imported == "moefx.options.declare" else f"options of a room import {imported}"
     if mine == other:
@@ -154,6 +155,9 @@ def test_imports_go_downwards():
         ("moefx.report.explanation", "moefx.features.tuning.tuner"),
         ("moefx.features.tuning.options", "moefx.model.api"),
         ("moefx.features.tuning.arms", "moefx.features.other.arms"),
+        ("moefx.features.saa.runtime", "moefx.features.saa.ops"),
+        ("moefx.features.saa.transport", "moefx.features.saa.runtime"),
+        ("moefx.features.saa.transport", "moefx.runtime.groups"),
         ("moefx.features.tuning.arms", "moefx.report.explanation"),
         ("moefx.analysis.recognition.blocks", "moefx.compiler.pipeline"),
     ],

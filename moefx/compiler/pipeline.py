@@ -50,7 +50,6 @@ from moefx.passes import (
     number_masks,
     order,
     partition,
-    phase_returns,
     place_parameters,
     place_regions,
     plan_exactly,
@@ -144,7 +143,6 @@ WHOLE: tuple[Pass, ...] = (
 # Parts of differentiate, on the joint graph. Those of rooms behind "partition" are its last ones, and take the step.
 JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)
 STEP: tuple[Pass, ...] = (
-    Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED, asked=True),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True, asked=True),
@@ -160,7 +158,7 @@ def whole() -> list[Pass]:
 
 def by_step() -> list[Pass]:
     """Those of forward and backward, and those of rooms."""
-    return rooms.with_passes(STEP)
+    return [*rooms.behind("differentiate"), *rooms.with_passes(STEP)]
 
 
 def asked_for() -> set[str]:
@@ -177,7 +175,7 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
     changed = _in_turn(JOINT)(joint, ctx)
     name_values.run(joint, ctx, gm)
     step = partition.run(joint, ctx, names)
-    behind = [each.run(step, ctx) for each in rooms.passes_behind("partition")]
+    behind = [each.run(step, ctx) for each in rooms.behind("partition")]
     step.note_sources(gm)
     if result is not None:
         result.changes += [change for each in (changed, *behind) for change in each.changes]

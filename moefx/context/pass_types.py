@@ -92,13 +92,6 @@ class PassContext:
         """The schedule of a region, where one was asked for or chosen."""
         return self.options.parallel.split or self.choice(region).split
 
-    def is_phased(self, region: int) -> bool:
-        """Whether the blocks of a region come back in phases if they can (Parm's SAA): somebody asked for "s2", or the
-        planner chose it. The planner looks at regions that come back at once."""
-        asked = self.options.parallel.split, self.options.formula, self.machine
-        is_s2 = self.decisions.schedules.get(self.uncut(region)) == "s2" and self.split(region) in (None, "s2")
-        return is_s2 and asked != (None, None, None) and not self.decisions.whole
-
     @property
     def rows(self) -> bool:
         """Whether activations stay cut along tokens over `mp` between layers."""

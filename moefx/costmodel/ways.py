@@ -24,13 +24,12 @@ from dataclasses import dataclass, replace
 
 import sympy
 
+from moefx import rooms
 from moefx.axes import MeshSpec
 from moefx.costmodel.amounts import Amounts, Kind
 from moefx.costmodel.curves import Name, number
 from moefx.costmodel.machine import Machine
 from moefx.ir.op import Sent
-from moefx.ir.ways import phase_axis
-from moefx.transport import phases
 
 X, Q, C, V, GATE, OMEGA = sympy.symbols("x q c v g omega", nonnegative=True)
 N_MP, N_ESP = sympy.symbols("N_MP N_ESP", integer=True, positive=True)
@@ -174,8 +173,8 @@ def gather_line(machine: Machine, mesh: MeshSpec, nbytes: float, how: Name = num
     return (n - 1) * alpha, sympy.Rational(n - 1, n) * beta
 
 
-def saa_omega(machine: Machine, mesh: MeshSpec, known: Mapping[sympy.Symbol, float]) -> float:
-    """omega of Parm's SAA, which gathers what one place sent while the next one sends (Fig. 5); 1 where both use one
+def omega_of(machine: Machine, mesh: MeshSpec, known: Mapping[sympy.Symbol, float]) -> float:
+    """omega of S2, where a part of what comes back is gathered while the next part is on its way; 1 where both use one
     link. known: x and q in bytes."""
     gather, back = (amounts_of_leg(leg, mesh) for leg in (FORMS["s2"].join[0], FORMS["s2"].back[0]))
     if gather is None or back is None:
@@ -184,15 +183,13 @@ def saa_omega(machine: Machine, mesh: MeshSpec, known: Mapping[sympy.Symbol, flo
     if links[0].link == links[1].link:
         return 1.0
     times = [machine.formula(amounts, mesh.root).xreplace(known) for amounts in (back, gather)]
-    places = mesh.size(phase_axis(mesh, mesh.axis("ep+esp")))
-    return float(saa_exposed(phases.count(places), *times))
+    return float(exposed_share(rooms.parts_back("s2", mesh, mesh.axis("ep+esp")), *times))
 
 
-def saa_exposed(chunks: sympy.Expr, back: sympy.Expr, gather: sympy.Expr) -> sympy.Expr:
-    """omega of gathers that run, chunk by chunk or phase by phase, beside the way back of the next one over another
-    link: r equal jobs that arrive evenly end at max(first arrival + r jobs, last arrival + one). back, gather: seconds
-    of all of them."""
-    return sympy.Max(1 / sympy.sympify(chunks), 1 - (1 - 1 / sympy.sympify(chunks)) * back / gather)
+def exposed_share(parts: sympy.Expr, back: sympy.Expr, gather: sympy.Expr) -> sympy.Expr:
+    """omega of gathers that run, part by part, beside the way back of the next one over another link: r equal jobs that
+    arrive evenly end at max(first arrival + r jobs, last arrival + one). back, gather: seconds of all of them."""
+    return sympy.Max(1 / sympy.sympify(parts), 1 - (1 - 1 / sympy.sympify(parts)) * back / gather)
 
 
 def threshold(alpha: sympy.Expr, beta: sympy.Expr, *, tokens: sympy.Expr, experts: sympy.Expr, omega: sympy.Expr,

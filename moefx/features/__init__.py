@@ -2,8 +2,8 @@
 
 A room has `feature.py`: FEATURE, a `moefx.rooms.Feature`. It may have `options.py`: FIELDS, {group of options, None at
 the top: {name: field}}, and VALUES, {option: {value: what it means}}, values of options of others; it imports
-`moefx.options.declare` alone. And `runtime.py`, what emitted code calls of it, which imports what `moefx.runtime` may,
-and that. What is listed is loaded.
+`moefx.options.declare` alone. `runtime.py`, what emitted code calls of it, imports what `moefx.runtime` may, and that;
+`transport.py`, what this and the compiler know, what `moefx.runtime` may. What is listed is loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ LISTED = (
     "fsdp",
     "llep",
     "offload",
+    "saa",
     "tuning",
 )
 

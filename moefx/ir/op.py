@@ -96,7 +96,8 @@ class Tokens:
         rows must stand. "slots" with "slot" are the experts' counts and rows, whichever they are at a level.
     gives: what the result is, of a tuple one word each, "" for what is neither. An op with an argument `reverse` that
         is true takes rows as it gives them otherwise, and gives them as it takes them.
-    rule: the rule of `ir.rules_moe` or `ir.rules_transport` that says what these cannot: "routing", "step", ..
+    rule: the rule of `ir.rules_moe` or `ir.rules_transport` that says what these cannot: "routing", "step", ..;
+        or one of a room, called with the View and the Call.
     moves: it does nothing but move rows, so somebody must want them.
     coded: rows may be encoded, and stay it.
     or_blocks: where the first argument is None, it takes static blocks, of no routing.
@@ -105,7 +106,7 @@ class Tokens:
 
     takes: Mapping[str, str] = field(default_factory=dict)
     gives: str | tuple[str, ...] = ""
-    rule: str = ""
+    rule: str | Callable[[Any, Any], None] = ""
     moves: bool = False
     coded: bool = False
     or_blocks: bool = False

@@ -14,7 +14,7 @@ another one: its choices are rows of that, and so is all that its ops take of to
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,9 +96,15 @@ class _Roles(TransportRoles, PlannedRoles):
                 self._tokens_are_gathered(node, call)
                 self._keep(node)
             elif call.result is node:  # a start has no value; its wait has
-                (getattr(self, f"_{call.op.tokens.rule}") if call.op.tokens.rule else self._follow)(call)
+                self._obey(call, call.op.tokens.rule)
             self._sizes(node)
         return self.known
+
+    def _obey(self, call: Call, rule: str | Callable[[View, Call], None]) -> None:
+        if callable(rule):
+            rule(self.view, call)
+        else:
+            (getattr(self, f"_{rule}") if rule else self._follow)(call)
 
     def _give(self, node: Node, role: Role) -> None:
         self.known[node] = role

@@ -17,7 +17,7 @@ from torch.fx import Node
 from moefx.ir.op import Stage, expr, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import Call, Role, View
-from moefx.ir.ways import A2A, COMBINE, INTRA, Way, phase_axis
+from moefx.ir.ways import A2A, INTRA
 from moefx.transport.algorithms import INPUT, all_to_all_named
 from moefx.transport.blocks import row_shape
 
@@ -120,41 +120,6 @@ class TransportRoles:
         self._give(call.result, made)
 
     # ---- static blocks
-
-    def _joined(self, call: Call) -> None:
-        """What phases brought is joined where each of them is gathered over `mp`, once, in the order of distances."""
-        slabs, mesh = call.args["slabs"], self.view.facts.mesh
-        kept: set[tuple[Any, ...]] = set()
-        for number, slab in enumerate(slabs):
-            gather = self._made_by(call, slab, "all_gather")
-            phase = self.view.call_of.get(gather.args["part"])
-            has_sum = phase is not None and phase.op.tokens is not None and phase.op.tokens.rule == "dumped"
-            phase = self._made_by(call, phase.args["rows"] if has_sum else gather.args["part"], "all_to_all")
-            found, count = phase.args["phase"], phase.args["phases"]
-            if (found, count) != (number, len(slabs)):
-                self.view.fail(call.node, f"{call.name}: phase {found} of {count} stands in place {number} of "
-                               f"{len(slabs)}")  # fmt: skip
-            way = self.view.facts.ways.get(region_of(phase.node), Way())
-            if has_sum is not any(hop.kind == COMBINE for hop in way.back):
-                said = "summed" if has_sum else "not summed"
-                self.view.fail(gather.node, f"phase {number} is {said} before it is gathered")
-            if gather.args["axis"] != mesh.axis("mp") or gather.args["dim"] != phase.args["row_dim"]:
-                self.view.fail(gather.node, f"phase {number} is gathered over '{gather.args['axis']}', in dim "
-                               f"{gather.args['dim']}")  # fmt: skip
-            kept.add(tuple(found for name, found in phase.args.items() if name != "phase"))
-        if len(kept) > 1:
-            self.view.fail(call.node, f"{call.name} joins phases of several exchanges")
-        wanted = phase_axis(mesh, phase.args["axis"])
-        for axis, n in ((call.args["axis"], call.args["n"]), (wanted, phase.args["places"])):
-            if (axis, n) != (wanted, mesh.size(wanted)):
-                self.view.fail(call.node, f"{call.name} joins {n} places along '{axis}'", f"there are "
-                               f"{mesh.size(wanted)} along '{wanted}'")  # fmt: skip
-
-    def _made_by(self, call: Call, node: Node, collective: str) -> Call:
-        found = self.view.call_of.get(node)
-        if found is None or found.op.collective != collective or found.result is not node:
-            self.view.fail(call.node, f"{call.name}: {node.name} comes from no {collective} of a phase")
-        return found
 
     def _traffic(self, call: Call) -> None:
         self.known[call.result] = Role("host", self._block_route(call, call.args["shape"], call.args["reverse"]))

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefx.axes import MeshSpec, split_axes
-
 A2A, BLOCKS, DUMP, COMBINE, SUM = "a2a", "blocks", "dump", "local_combine", "sum"
 GATHER, SCATTER, INTER, INTRA = "gather", "scatter", "inter", "intra"
 
@@ -76,10 +74,3 @@ def gathered_there(kind: str, axis: str, parts: str) -> Way:
     return Way(out=(*hops, Hop(GATHER, parts)), back=(Hop(SCATTER, parts), *hops))
 
 
-def phase_axis(mesh: MeshSpec, axis: str) -> str:
-    """The axis of the places whose distance tells in which phase static blocks come back over `axis`, if what a phase
-    brings is gathered over `mp` while the next one is on its way (Parm's SAA). Empty: there are no phases. Ranks of a
-    place are those along `mp`, who gather among one another, and along `esp`, whose parts are one sum."""
-    places = mesh.axis("ep", but="mp")
-    leads = split_axes(axis)[: len(split_axes(places))] == split_axes(places)
-    return places if leads else ""

@@ -97,9 +97,9 @@ class Parallel(Group):
     split: str | None = option(None, or_none(one_of(*SPLITS)), """
         Which rows the ranks along `mp` take, which read the same data (Parm). "s1": each its share of the tokens, from
         before the gate on; capacities are a rank's own then, so other tokens are dropped. "s2-tokens": the same from
-        behind the gate on. "s2": each its share of every expert's capacity, one part gathered while the next comes back
-        (SAA). "s3": every row goes over `ep` once, and ranks along `esp` gather what arrived. "baseline": all of them
-        all rows. None: "s1" as far as the model allows. What is named and cannot be is an error.""")
+        behind the gate on. "s2": each its share of every expert's capacity. "s3": every row goes over
+        `ep` once, and ranks along `esp` gather what arrived. "baseline": all of them all rows. None: "s1" as far as the
+        model allows. What is named and cannot be is an error.""")
     rows: bool | None = option(None, or_none(BOOL), """
         True keeps activations between layers cut along tokens over `mp` (Megatron's sequence parallelism).""")
     r: int | None = option(None, or_none(NUMBER), """

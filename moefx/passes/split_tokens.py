@@ -14,8 +14,8 @@ Pseudo-code
     y = combine(leave(experts(enter(dispatch(x, perm)))), perm)
         ->  y = all_rows(combine(leave(experts(enter(dispatch(own_rows(x), perm)))), perm))
 Source: Parm's schedule S2 (section 3.2), of which tokens are split where a layer has no capacity: then a rank adds up
-the rows of a token before it sends them on, k times fewer. Its SAA, gathers beside the exchange of what comes back, is
-what `phase_returns` does; of several chunks, one is gathered while the next comes back.
+the rows of a token before it sends them on, k times fewer. Of several
+chunks, one is gathered while the next comes back.
 """
 
 from __future__ import annotations

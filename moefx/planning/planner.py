@@ -51,7 +51,7 @@ from moefx.planning.schedules import (
     current,
     held_beside,
     numbers_of,
-    phases_of,
+    parts_back,
     together,
     way_of,
 )
@@ -218,7 +218,7 @@ class _Planner:
             tuple(replace(each, formula=each.formula.xreplace(new), between=each.between.xreplace(new))
                   for each in closed),
             capacity and replace(capacity, formula=capacity.formula.xreplace(new)),
-            phases_of(chosen.choice.split or now, facts, self.ctx), self._adaptive(facts, stages, numbers),
+            parts_back(chosen.choice.split or now, facts, self.ctx), self._adaptive(facts, stages, numbers),
         )  # fmt: skip
 
     def _open(self, number: int, capacity: Capacity | None) -> list[tuple[str, int]]:
@@ -242,7 +242,7 @@ class _Planner:
         if not is_all:
             numbers, way = adaptive.numbers_with(r, numbers, ctx), adaptive.way_with(r, way, ctx)
         over = "" if is_all else weights_over(ctx.mesh, r)
-        price = Price(ctx, self.machine, way, phases_of(name, facts, ctx), over, self.before)
+        price = Price(ctx, self.machine, way, parts_back(name, facts, ctx), over, self.before)
         found: list[Candidate] = []
         nested = {each.name: each for each in rooms.nestings()
                   if is_all and "forward" in numbers and each.may(facts.number, name, ctx)}  # fmt: skip
@@ -306,7 +306,7 @@ class _Planner:
                     price: Price) -> list[Candidate]:  # fmt: skip
         """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
         alltoall, codec, scheduler = left
-        contents = repr((price.groups, price.phases, price.weights, price.before, numbers))
+        contents = repr((price.groups, price.parts, price.weights, price.before, numbers))
         measured: dict[int, Candidate] = {}
         rings = self.ctx.decisions.rings
 

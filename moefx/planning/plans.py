@@ -25,7 +25,7 @@ class RegionPlan:
     region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
     these, named as in the emitted code of whole regions. notes: what the prediction leaves out. schedule: of the
     program that was priced. closed: schedules in closed form, where there are several; capacity: what says which one of
-    Parm's is faster. phases: in how many a whole region comes back by what was chosen; it was priced at once. adaptive:
+    Parm's is faster. parts: in how many a whole region comes back by what was chosen; it was priced at once. adaptive:
     what a step sends, by r, where ranks have parts of experts; rows and weights are the bytes in its formulas."""
 
     region: int
@@ -40,7 +40,7 @@ class RegionPlan:
     schedule: str = "s1"
     closed: tuple[Closed, ...] = ()
     capacity: Capacity | None = None
-    phases: int = 1
+    parts: int = 1
     adaptive: Adaptive | None = None
 
     def r_of(self, candidate: Candidate) -> int | None:
@@ -53,7 +53,7 @@ class RegionPlan:
     def is_whole(self) -> bool:
         """Whether the region runs as in the program that was priced, in whatever order."""
         choice = self.chosen.choice
-        return choice.whole and choice.split in (None, self.schedule) and self.phases == 1
+        return choice.whole and choice.split in (None, self.schedule) and self.parts == 1
 
 
 @dataclass(frozen=True)

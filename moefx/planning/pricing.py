@@ -33,7 +33,7 @@ from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE, TaskGraph
-from moefx.costmodel.ways import saa_exposed
+from moefx.costmodel.ways import exposed_share
 from moefx.ir import edit
 from moefx.ir.op import Stage, argument, expr
 from moefx.ir.ops.order import start, wait
@@ -107,12 +107,12 @@ class Candidate:
 
 class Price:
     """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
-    is wanted. phases: in how many a whole region comes back, each gathered beside the next. weights: the axis over
+    is wanted. parts: in how many a whole region comes back, each gathered beside the next. weights: the axis over
     which weights are gathered; before: by graph, seconds of work ahead of the region, beside which they are."""
 
-    def __init__(self, ctx: PassContext, machine: Machine, way: Way, phases: int = 1, weights: str = "",
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way, parts: int = 1, weights: str = "",
                  before: Mapping[str, float] | None = None) -> None:  # fmt: skip
-        self.phases, self.before = phases, before or {}
+        self.parts, self.before = parts, before or {}
         self.machine, self.mesh = machine, ctx.mesh.root
         self.gathers = [ctx.mesh.dims(role) for role in ("mp", "esp")]
         self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
@@ -132,7 +132,7 @@ class Price:
         for name, found in stages.items():
             times = self.seconds_of_stages(found, choice)
             if choice.whole and choice.scheduler != "sequential" and gathers == GATHER and times["G2"]:
-                times["G2"] *= float(saa_exposed(self.phases, times["A2"], times["G2"]))
+                times["G2"] *= float(exposed_share(self.parts, times["A2"], times["G2"]))
             before = self.before.get(name, 0.0) if times[GATHERED] + times[SCATTERED] else 0.0
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"], before=before,

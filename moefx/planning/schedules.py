@@ -37,18 +37,17 @@ from moefx.costmodel.ways import (
     amounts_of_leg,
     crossing_bytes,
     gather_line,
-    saa_omega,
+    omega_of,
     seconds,
     threshold,
     transposed,
     with_rows,
 )
 from moefx.ir import edit
-from moefx.ir.ways import BLOCKS, DUMP, Hop, Way, phase_axis
+from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
 from moefx.options.groups import PARM, TUTEL
 from moefx.planning.pieces import AT_ONCE, BY_CHUNK, ROUTER, Piece, Stages, in_numbers, scaled
 from moefx.planning.pricing import Price
-from moefx.transport import phases
 
 IDS, WEIGHTS = 8, 4  # bytes of a choice: its expert's number, and its weight
 Numbers = dict[str, dict[str, list[Piece]]]  # pieces without symbols, by graph and kind
@@ -118,10 +117,9 @@ def way_of(name: str, facts: RegionFacts, ctx: PassContext) -> Way:
     return Way(tuple(hop for hop in out if hop.axis), tuple(hop for hop in back if hop.axis))
 
 
-def phases_of(name: str, facts: RegionFacts, ctx: PassContext) -> int:
-    """In how many phases the blocks of a region come back by a schedule, where nothing else cuts it (SAA)."""
-    is_phased = name == "s2" and _by_blocks(facts)
-    return phases.count(ctx.mesh.size(phase_axis(ctx.mesh, facts.way.axis))) if is_phased else 1
+def parts_back(name: str, facts: RegionFacts, ctx: PassContext) -> int:
+    """In how many parts the blocks of a region come back by a schedule, where nothing else cuts it."""
+    return rooms.parts_back(name, ctx.mesh, facts.way.axis) if _by_blocks(facts) else 1
 
 
 def held_beside(name: str, facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassContext) -> float:
@@ -165,7 +163,7 @@ class Closed:
 @dataclass(frozen=True)
 class Capacity:
     """Tokens per expert, on the average, and T*, below which Parm's S2 is faster than S1: as a formula and in numbers,
-    with the omega of an SAA."""
+    with the omega of S2."""
 
     tokens: float
     formula: sympy.Expr
@@ -177,7 +175,7 @@ def capacity_of(facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassCont
     sent = _sent(facts, forward, ctx)
     row = next(p.width * p.itemsize for p in forward.pieces["A1"] if p.amounts.collective == "all_to_all")
     known = {what: sympy.Float(at(amount, sizes.split)) for what, amount in sent.items()}
-    omega, each = saa_omega(machine, ctx.mesh, known), facts.experts * row
+    omega, each = omega_of(machine, ctx.mesh, known), facts.experts * row
     named, numbers = (
         threshold(*gather_line(machine, ctx.mesh, float(known[Q]), how), tokens=tokens / row, experts=facts.experts,
                   omega=share, row=row)

@@ -17,8 +17,8 @@ from moefx.costmodel.ways import (
     X,
     crossing_bytes,
     crossings,
-    saa_exposed,
-    saa_omega,
+    exposed_share,
+    omega_of,
     seconds,
     threshold,
     with_rows,
@@ -68,15 +68,15 @@ def test_the_threshold_is_where_both_take_equally_long(omega):
 
 
 def test_a_chunked_gather_hides_behind_what_comes_back():
-    assert saa_exposed(1, 2.0, 1.0) == 1
-    assert saa_exposed(4, 2.0, 1.0) == sympy.Rational(1, 4)  # the last one
-    assert float(saa_exposed(2, 1.0, 4.0)) == pytest.approx(1 - 0.5 / 4)  # as long as the exchanges last
+    assert exposed_share(1, 2.0, 1.0) == 1
+    assert exposed_share(4, 2.0, 1.0) == sympy.Rational(1, 4)  # the last one
+    assert float(exposed_share(2, 1.0, 4.0)) == pytest.approx(1 - 0.5 / 4)  # as long as the exchanges last
 
 
 def test_blocks_come_back_in_a_phase_for_every_place():
     small = {X: 1e3, Q: 1e3}
     for ranks, mp, esp, phases in ((16, 4, 4, 4), (8, 4, 2, 2), (128, 4, 4, 8), (4, 4, 1, 1)):
-        assert saa_omega(MACHINE, folded(ranks, mp, esp), small) == 1 / phases, (ranks, mp, esp)
+        assert omega_of(MACHINE, folded(ranks, mp, esp), small) == 1 / phases, (ranks, mp, esp)
 
 
 @pytest.mark.parametrize(("nodes", "esp", "k", "rows"), [

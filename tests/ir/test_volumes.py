@@ -52,8 +52,6 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     sizes = m.exchange_sizes.default(capacity, 4, 'ep')
     total = m.total_size.default(sizes)
     blocks = m.all_to_all_capacity.default(static, sizes, total, 0, 1, 4, 'ep', False)
-    later = m.return_phase.default(blocks, sizes, capacity, 0, 1, 4, 'ep', 2, 4, 4, 1)
-    in_places = m.join_phases.default([later, later, later, later], 0, 4, 'ep')
     reduced = m.reduce_gradient.default(wgrad, 'dp+ep', 0.25, 4)
     statistic = m.sum_statistic.default(old, new, 'ep')
     between = m.phase_rows.default(host, 4, 'ep', 2, '2dh', 'intra', False)
@@ -176,8 +174,6 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     ("arrived", "ep", 3 * (2 * T // 4) * 16 * F32, 3),
     # 8 experts, 2 stay
     ("blocks", "ep", (8 - 2) * C * 16 * F32, 3),
-    # of these, what one of 4 places gets
-    ("later", "ep", 2 * C * 16 * F32, 1),
     ("sizes", "ep", 3 * I64, 3),
     # a ring: every part of the buffer leaves twice
     ("reduced", "dp+ep", 2 * (2 * 24 * 16) * F32, 1),

@@ -259,7 +259,7 @@ def test_gathers_of_phases_are_hidden_but_for_the_last():
     for other in (Choice(4), Choice(scheduler="sequential")):
         assert at_once.candidate(found, other) == phased.candidate(found, other)
     plan = decide(step, replace(ctx, options=Options.preset("parm-s2")), cluster).regions[0]
-    assert (plan.chosen.choice.whole, plan.phases, plan.is_whole) == (True, 2, False)
+    assert (plan.chosen.choice.whole, plan.parts, plan.is_whole) == (True, 2, False)
 
 
 def test_parm_needs_a_machine():

@@ -9,7 +9,6 @@ from moefx.ir.ops import (
     gathers,
     order,
     parameters,
-    phases,
     placement,
     regions,
     routing,
@@ -22,5 +21,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "order",
-           "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
+           "parameters", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip

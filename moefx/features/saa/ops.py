@@ -1,7 +1,7 @@
 """The return of static blocks in phases: what one brings is gathered over `mp` while the next one is on its way.
 
 Shapes: n ranks along the axis, in `places` places of neighbours; E experts, C the ranks' capacities. See
-`moefx.transport.phases`. Both ops are made behind differentiation, for values and gradients alike.
+`transport`. Both ops are made behind differentiation, for values and gradients alike.
 Source: Parm's SAA (section III-D and Fig. 5).
 """
 
@@ -13,9 +13,10 @@ import sympy
 import torch
 from torch import Tensor
 
+from moefx.features.saa import transport as plan
+from moefx.features.saa.rules import joined
 from moefx.ir import world
 from moefx.ir.op import MOVED, Sent, Stage, Tokens, Volume, argument, define, nbytes
-from moefx.transport import phases as plan
 
 
 @torch.library.custom_op("moefx::return_phase", mutates_args=())
@@ -83,7 +84,7 @@ def _check_phase(node) -> str | None:
     return None if phase in range(phases) and phases <= places else f"there is no phase {phase} of {phases}"
 
 
-_ops, _runtime = torch.ops.moefx, "moefx.runtime.phases"
+_ops, _runtime = torch.ops.moefx, "moefx.features.saa.runtime"
 define(
     _ops.return_phase.default, volume=_volume, check=_check_phase, along=MOVED, stage=Stage.BACK,
     axes_of=lambda node: argument(node, "axis"), collective="all_to_all", payload="x", sent=_sent,
@@ -94,6 +95,6 @@ define(
 )  # fmt: skip
 define(
     _ops.join_phases.default, volume=lambda node: Volume(hbm_bytes=2 * nbytes(node)),
-    tokens=Tokens(rule="joined", moves=True),
+    tokens=Tokens(rule=joined, moves=True),
     runtime=f"{_runtime}.join_phases(session, slabs, expert_dim=expert_dim, axis=axis)",
 )  # fmt: skip

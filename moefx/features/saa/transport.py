@@ -13,9 +13,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moefx.axes import MeshSpec, split_axes
 from moefx.transport import shares
 
 MOST = 8  # what is gathered behind the last phase is an eighth of all, and every phase has messages of its own
+
+
+def phase_axis(mesh: MeshSpec, axis: str) -> str:
+    """The axis of the places whose distance tells in which phase static blocks come back over `axis`, if what a phase
+    brings is gathered over `mp` while the next one is on its way (Parm's SAA). Empty: there are no phases. Ranks of a
+    place are those along `mp`, who gather among one another, and along `esp`, whose parts are one sum."""
+    places = mesh.axis("ep", but="mp")
+    leads = split_axes(axis)[: len(split_axes(places))] == split_axes(places)
+    return places if leads else ""
 
 
 def count(places: int) -> int:

@@ -25,11 +25,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.context.pass_types import PassContext, PassResult
+from moefx.features.saa import transport
+from moefx.features.saa.transport import phase_axis
 from moefx.ir import edit
 from moefx.ir.op import argument
 from moefx.ir.regions import region_of
-from moefx.ir.ways import phase_axis
-from moefx.transport import phases
 from moefx.transport.codecs import IDENTITY
 
 _ops = torch.ops.moefx
@@ -39,7 +39,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     for node in gm.graph.find_nodes(op="call_function", target=_ops.all_to_all_capacity.default):
         number = region_of(node)
-        if not argument(node, "reverse") or not ctx.is_phased(number):
+        if not argument(node, "reverse") or not _is_phased(number, ctx):
             continue
         chain = _chain(node)
         reason = _why_whole(node, number, chain, ctx)
@@ -52,6 +52,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         ctx.report.schedules[path] = f"s2, gathered in {count} phases as it comes back"
         result.changed(f"{node.name} in {count} phases")
     return result
+
+
+def _is_phased(region: int, ctx: PassContext) -> bool:
+    """Whether the blocks of a region come back in phases if they can: somebody asked for "s2", or the planner chose it.
+    The planner looks at regions that come back at once."""
+    asked = ctx.options.parallel.split, ctx.options.formula, ctx.machine
+    is_s2 = ctx.decisions.schedules.get(ctx.uncut(region)) == "s2" and ctx.split(region) in (None, "s2")
+    return is_s2 and asked != (None, None, None) and not ctx.decisions.whole
 
 
 def _chain(node: Node) -> list[Node]:
@@ -87,7 +95,7 @@ def _in_phases(exchange: Node, chain: Sequence[Node], ctx: PassContext) -> int:
     x, sizes, out_rows, expert_dim, row_dim, n, axis, _ = exchange.args
     gather, over = chain[-1], phase_axis(ctx.mesh, axis)
     places = ctx.mesh.size(over)
-    count, m = phases.count(places), ctx.mesh.nodes_of(axis)[1] or n
+    count, m = transport.count(places), ctx.mesh.nodes_of(axis)[1] or n
     with edit.at(gather) as graph:
 
         def add(name: str, op, *args) -> Node:
@@ -99,7 +107,7 @@ def _in_phases(exchange: Node, chain: Sequence[Node], ctx: PassContext) -> int:
             for node in chain:
                 _, *args = node.args
                 if node.target is _ops.local_combine.default:
-                    args[1] = args[1] * len(phases.distances(places, count, phase)) // places
+                    args[1] = args[1] * len(transport.distances(places, count, phase)) // places
                 slab = add(f"{node.name}_phase{phase}", node.target.overloadpacket, slab, *args)
             return slab
 

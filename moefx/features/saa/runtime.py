@@ -1,4 +1,4 @@
-"""The return of static blocks in phases, see `moefx.transport.phases`. n ranks on the axis."""
+"""The return of static blocks in phases, see `transport`. n ranks on the axis."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moefx.features.saa import transport as plan
 from moefx.runtime.collectives import exchange_rows
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle
 from moefx.runtime.session import Session
-from moefx.transport import phases as plan
 
 
 def return_phase_start(

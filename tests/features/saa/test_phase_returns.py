@@ -17,15 +17,18 @@ from moefx.axes import MeshSpec
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import VerifyError
+from moefx.features.saa import phase_returns
+from moefx.features.saa import transport as plan
+from moefx.features.saa.transport import phase_axis
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
+from moefx.ir.op import lookup
 from moefx.ir.ops.order import unsplit
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, saved_types, verify
-from moefx.ir.ways import phase_axis
 from moefx.options import Options
-from moefx.passes import order, phase_returns, split_tokens, split_waits
-from moefx.transport import phases as plan
+from moefx.passes import order, split_tokens, split_waits
 from tests.support.graphs import context, graph, short
+from tests.support.volumes import check_volume
 
 BLOCKS = """
 def graph(x: "f32[s0, 16]", x_gate: "f32[s0, 8]", w: "f32[16, 16]", up: "f32[8, 16, 12]", down: "f32[8, 12, 16]"):
@@ -301,3 +304,18 @@ def test_a_gather_before_its_phase_arrived_is_named(found):
     calls(step.forward, "local_combine")[1].args = (calls(step.forward, "return_phase")[1], *calls(step.forward, "local_combine")[1].args[1:])
     with pytest.raises(VerifyError, match="return_phase is started and read by"):
         check(gm, step, ctx, Level.SCHEDULED)
+
+
+def test_volumes():
+    gm, _ = graph("""
+def graph(x: "f32[2, 24, 16]", capacity: "i64[]"):
+    sizes = m.exchange_sizes.default(6, 4, 'ep')
+    later = m.return_phase.default(x, sizes, 6, 0, 1, 4, 'ep', 2, 4, 4, 1)
+    in_places = m.join_phases.default([later, later, later, later], 0, 4, 'ep')
+    return (in_places,)
+""")
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for name, nbytes in (("later", 2 * 6 * 16 * 4), ("in_places", None)):  # of 4 places what one gets
+        check_volume(nodes[name], {})
+        found = lookup(nodes[name]).volume(nodes[name])
+        assert (found.wire_bytes, found.messages) == (({"ep": nbytes}, {"ep": 1}) if nbytes else ({}, {}))
