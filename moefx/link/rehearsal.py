@@ -23,8 +23,9 @@ from moefx.ir import world
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
+from moefx.runtime.held import Holder, T
 from moefx.runtime.placement import Placements
-from moefx.runtime.session import HeldT, OnMesh, Step
+from moefx.runtime.session import OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
 from moefx.transport.p2p import Packed, Parcel
@@ -77,12 +78,10 @@ class WorldSession(OnMesh):
         self.device = torch.device(view.device_type)
         self.under_way: list[str] = []
         self.placements = Placements()
-        self._held: dict[type, Any] = {}
+        self._held = Holder()
 
-    def held(self, kind: type[HeldT]) -> HeldT:
-        if kind not in self._held:
-            self._held[kind] = kind.rehearsed(self)
-        return self._held[kind]
+    def held(self, kind: type[T]) -> T:
+        return self._held.of(kind, lambda: kind.rehearsed(self))
 
     def note_step(self, step: Step) -> None:
         pass

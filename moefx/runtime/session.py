@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from moefx._torch_compat import all_gather_flat, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, OffloadError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
+from moefx.runtime.held import Holder, T
 from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.stopwatch import Stopwatch
@@ -42,22 +43,6 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
     def get_future(self) -> torch.futures.Future: ...
-
-
-class Held(Protocol):
-    """What the runtime of a feature holds for one session, see `Session.held`."""
-
-    def __init__(self, session: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-    @classmethod
-    def rehearsed(cls, session: Any) -> Any:
-        """Its stand-in where ranks are threads: what it begins is `session.late` (`link.rehearsal`)."""
-        ...
-
-
-HeldT = TypeVar("HeldT", bound=Held)
 
 
 class Traffic(NamedTuple):
@@ -119,7 +104,7 @@ class Session(OnMesh):
         self.waits: dict[tuple[str, str], Stopwatch] = {}
         self.profiler: Profiler | None = None
         self.headers = HeaderBook()
-        self._held: dict[type, Held] = {}
+        self._held = Holder()
         self.placements = Placements(placement)
         self.is_closed = False
         self.has_failed = False
@@ -138,13 +123,9 @@ class Session(OnMesh):
         if self.rank == min(self.view.table):
             warnings.warn(words, stacklevel=stacklevel + 1)
 
-    def held(self, kind: type[HeldT]) -> HeldT:
-        """The one of a kind that this session has, made when first asked for and closed with it."""
-        if kind not in self._held:
-            if self.is_closed:
-                raise UnsupportedUse(f"The session '{self.name}' is closed.", hint="compile again")
-            self._held.setdefault(kind, kind(self))  # of several threads that ask at once one makes it
-        return self._held[kind]
+    def held(self, kind: type[T]) -> T:
+        """The one of a kind of `runtime.held` that this session has, and closes."""
+        return self._held.of(kind, lambda: kind(self))
 
     @property
     def is_over(self) -> bool:
@@ -369,8 +350,7 @@ class Session(OnMesh):
         """Stop the watchdog and what is held, and destroy this session's groups and no others; idempotent, also after
         the default group is gone."""
         self.is_closed = True
-        for each in [*self._held.values()]:
-            each.close()
+        self._held.close()
         self._watchdog.close()
         for groups in (self._groups, *self._earlier):
             groups.close()
