@@ -107,7 +107,7 @@ class Nesting:
 
     name: what the option `alltoall` calls it; the room's options.py has it among its VALUES. fixed: why experts stay in
     their order. markers: (there, back), functions of (rows, perm of the outer routing, region). hop: what stands for
-    them in a way. way: (axis of the places, axis of the parts of experts, mesh), a `Way`. counts: (outer routing, table
+    them in a way. way: (axis of places, that of parts of experts, mesh) -> `ir.ways.Way`. counts: (outer routing, table
     of slots), the node of its counts, which ranks exchange; from here on it finds experts by the table. cross: (outer
     routing, these counts of all ranks, ranks, axis, namer), three things: rows per expert; of the crossing its traffic
     on the host, and rows before and behind it; the traffic of the nested routing.

@@ -34,7 +34,7 @@ _SECONDS = Allowed(  # the last comparison is false for inf and nan, too
 
 
 # All-to-alls of rooms, {name: what it says}: their passes make other rows, which are exchanged directly.
-OTHER_ROWS = dict(features.option_values("algorithm"))
+OTHER_ROWS = dict(features.option_values("alltoall"))
 
 
 def _are_names(found: Any) -> bool:

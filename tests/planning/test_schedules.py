@@ -208,7 +208,7 @@ def test_tokens_that_cross_once_are_priced_as_the_program_that_has_them(axes, sc
     overlap there. The choice is made where it is faster, and says what it takes for granted."""
     cluster = MACHINES["slow"]
     plain, once = (of(axes, schedule, source, alltoall=name) for name in (None, "dedup"))
-    assert plain[1].decisions.nestable == {0, 1}
+    assert plain[1].decisions.nestable == {"dedup": {0, 1}}
     found = decide(*plain, cluster)
     by = [{c.choice.alltoall: c for c in plan.candidates if c.choice.chunks == 1} for plan in found.regions]
     gain = [sum(getattr(each["dedup"], part) - getattr(each["direct"], part) for each in by)
