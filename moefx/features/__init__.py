@@ -14,7 +14,7 @@ from typing import Any
 
 from moefx import rooms
 
-LISTED = ("fsdp", "saa", "tuning")
+LISTED = ("fsdp", "papers", "saa", "tuning")
 
 
 def option_fields(group: str | None = None) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, LayerTimes, restoring, schemoe_layer
 from moefx.costmodel.machine import Machine
+from moefx.costmodel.machines import preset
 from moefx.costmodel.overlap import overlap
-from moefx.costmodel.presets import preset
 from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates

@@ -12,7 +12,7 @@ import pytest
 from moefx import features
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"fsdp": "shard_dense", "saa": None, "tuning": "tune"}  # None: see DIFFERS
+OPTIONS = {"fsdp": "shard_dense", "papers": None, "saa": None, "tuning": "tune"}  # None: see DIFFERS
 TRAINS = """
 import torch, moefx
 from torch import nn
@@ -42,6 +42,14 @@ else:
 """
 # Of rooms without an option: what is different.
 DIFFERS = {
+    "papers": """
+try:
+    moefx.Options.preset("parm")
+except moefx.errors.MoefxError as error:
+    assert str(error) == "there is no preset 'parm'", error
+else:
+    raise AssertionError("a preset of a feature that there is not was taken")
+""",
     "saa": """
 with fake_world(4):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp"))
