@@ -21,7 +21,7 @@ moefx.compile(model, mesh, moefx.Options(chunks=4, parallel=moefx.Parallel(ep=8)
 ```
 
 A group takes a value for its first field, too: `placement="auto"` is `placement=moefx.Placement(policy="auto")`.
-`moefx.Options.preset(name)` has the choices of a published system, see `help(moefx.presets)`.
+`moefx.Options.preset(name)` has the choices of a published system, see [the papers](features/papers.md).
 """
 
 

@@ -143,7 +143,7 @@ class Feature:
     `planning.restoring.Restoring`. rings: `Decisions.rings` that options want. nesting: an all-to-all, see Nesting.
     parts_back: {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each gathered
     while the next is on its way}. chooses: whether options let it change choices from call to call. follow: a Follower
-    of a compiled model.
+    of a compiled model. presets: {name: {option: value}}, for `Options.preset`.
     """
 
     name: str
@@ -161,6 +161,7 @@ class Feature:
     parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower] | None = None
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 FEATURES: dict[str, Feature] = {}
@@ -168,6 +169,10 @@ FEATURES: dict[str, Feature] = {}
 
 def register(feature: Feature) -> None:
     FEATURES[feature.name] = feature
+
+
+def presets() -> dict[str, Mapping[str, Any]]:
+    return {name: options for feature in FEATURES.values() for name, options in feature.presets.items()}
 
 
 def check(options: Any) -> None:

@@ -25,7 +25,6 @@ LAYERS = [
     {"errors", "_torch_compat", "rooms"},
     {"features"},
     {"axes", "uncaught"},
-    {"presets"},
     {"options", "registered"},
     {"transport", "layout", "placement"},
     {"ir"},

@@ -15,7 +15,7 @@ from moefx.analysis.checking.compare import Comparison
 from moefx.axes import MeshSpec
 from moefx.compiler.pipeline import Pipeline
 from moefx.costmodel.alltoall import Group
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.errors import MeshError, MoefxError, VerifyError
 from moefx.ir import world
 from moefx.ir.edit import copy_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moefx
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.options import ARMS
 from tests.support.peaks import most_alive
 from tests.support.sharing import run_sharing

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.costmodel.presets import PRESETS
+from moefx.costmodel.machines import PRESETS
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.features.tuning.options import Tune
 from moefx.options import NAMED, Options

@@ -32,7 +32,7 @@ from common import Claim, all_to_all, claims_table, pipelined, table, write
 from moefx.costmodel.curves import AlphaBeta, GemmModel
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.costmodel.restore import Layer, Loads, Plan, Space, ValueClass, Way, as_array, seconds_of
 
 WIDTH, HIDDEN, BYTES = 2048, 8192, 4  # M, H and an element's bytes

@@ -31,7 +31,7 @@ from common import Claim, claims_table, write
 from numpy.typing import NDArray
 
 from moefx.axes import MeshSpec
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.costmodel.ways import FORMS, GATE, OMEGA, Q, X, seconds
 
 SCHEDULES = ("baseline", "s1", "s2")

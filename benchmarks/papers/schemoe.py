@@ -36,7 +36,7 @@ import numpy as np
 from common import Claim, all_to_all, claims_table, pipelined, write
 
 from moefx.costmodel.layers import LayerTimes, schemoe_layer
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.tasks import Task, TaskGraph
 

@@ -37,7 +37,7 @@ def report() -> str:
     lines = [
         "# The papers' figures beside ours", "",
         "Made by `python benchmarks/papers/summary.py` from the scripts beside it. Nothing is measured here: ours come "
-        "from the simulator and the cost model, with the presets of `moefx/costmodel/presets.py`. `bound` is what may "
+        "from the simulator and the cost model, with the presets of `moefx/costmodel/machines.py`. `bound` is what may "
         "be off for a row to count as reproduced; `fitted` says what was chosen so that figures of the same paper come "
         "out.", "",
     ]  # fmt: skip

@@ -32,7 +32,7 @@ from moefx.costmodel import adaptive
 from moefx.costmodel.adaptive import P
 from moefx.costmodel.curves import AlphaBeta
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.costmodel.ways import Q
 
 A100 = preset("tutel-a100")

@@ -1,7 +1,7 @@
 """A machine as the cost model sees it: how fast it computes, copies and sends. From amounts it makes seconds.
 
 A `Machine` is plain data with a JSON form. It is an input of the compiler, equal on all ranks (`digest`); it is made by
-`python -m moefx calibrate` or taken from `moefx.costmodel.presets`, never measured while compiling.
+`python -m moefx calibrate` or taken from `moefx.costmodel.machines`, never measured while compiling.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ LISTED = (
     "fsdp",
     "llep",
     "offload",
+    "papers",
     "saa",
     "tuning",
 )

@@ -26,7 +26,6 @@ from moefx.options.declare import (
     said,
 )
 from moefx.options.groups import OTHER_ROWS, PARM, TUTEL, AllToAll, Debug, Parallel, Placement
-from moefx.presets import PRESETS
 
 # {option: (what it names, the names there are)}, of what users register: said by the modules that keep it.
 NAMES: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {}
@@ -116,11 +115,12 @@ class Options(Group):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Options:
-        """The choices of a published system, see help(moefx.presets), with `changes`. Raises MoefxError for a name that
-        there is not."""
-        if not isinstance(name, str) or name not in PRESETS:
-            raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(PRESETS)}")
-        return cls.named(**{**PRESETS[name].options, **changes})
+        """The choices that a feature has under a name, such as those of a published system, with `changes`.
+        Raises MoefxError for a name that there is not."""
+        known = rooms.presets()
+        if not isinstance(name, str) or name not in known:
+            raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(known)}" if known else None)
+        return cls.named(**{**known[name], **changes})
 
     def changed(self, **values: Any) -> Options:
         """With other values, by names alone; what is said of a group by one value is said of its first field."""

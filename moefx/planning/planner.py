@@ -25,7 +25,7 @@ from moefx.costmodel.adaptive import Adaptive, weights_over
 from moefx.costmodel.adaptive import adaptive as of_degrees
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.presets import PRESETS, preset
+from moefx.costmodel.machines import PRESETS, preset
 from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols

@@ -27,8 +27,8 @@ from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, NESTED, LayerTimes, restoring, schemoe_layer
 from moefx.costmodel.machine import Machine
+from moefx.costmodel.machines import preset
 from moefx.costmodel.overlap import overlap
-from moefx.costmodel.presets import preset
 from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates

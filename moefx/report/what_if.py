@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.presets import PRESETS, preset
+from moefx.costmodel.machines import PRESETS, preset
 from moefx.errors import MeshError
 from moefx.options import Options
 from moefx.planning.planner import RegionPlan

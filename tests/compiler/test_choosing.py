@@ -16,7 +16,7 @@ from moefx.compiler import choosing, pipeline
 from moefx.compiler.choosing import Attempt, Chooser, step_seconds
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.region_facts import Slots
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.errors import UnsupportedUse
 from moefx.ir.ways import A2A, SUM
 from moefx.options import Options

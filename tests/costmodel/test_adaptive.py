@@ -13,7 +13,7 @@ from moefx.axes import MeshSpec
 from moefx.costmodel import adaptive
 from moefx.costmodel.adaptive import P, best_degree, degrees, nearest
 from moefx.costmodel.curves import AlphaBeta
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.costmodel.ways import Q
 
 # Tutel's example: kBLM bytes of rows where f is 1, and an expert, on four ranks; 20 GB/s.

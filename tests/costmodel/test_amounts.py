@@ -18,8 +18,8 @@ from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import AlphaBeta, Segment, symbol
 from moefx.costmodel.machine import ROUNDS
+from moefx.costmodel.machines import preset
 from moefx.costmodel.memory import live_memory
-from moefx.costmodel.presets import preset
 from moefx.errors import MoefxError
 from moefx.ir.op import COLLECTIVES, value
 from moefx.passes import order, split_waits

@@ -12,7 +12,7 @@ from moefx.costmodel.alltoall import Algorithm, Group, phases
 from moefx.costmodel.amounts import Amounts, Gemm, Kind, at
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Segment, symbol
 from moefx.costmodel.machine import Machine, Provenance
-from moefx.costmodel.presets import PRESETS, preset
+from moefx.costmodel.machines import PRESETS, preset
 from moefx.errors import MoefxError
 from moefx.ir.op import Sent, Volume
 

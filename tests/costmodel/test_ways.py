@@ -7,7 +7,7 @@ import sympy
 
 from moefx.axes import MeshSpec
 from moefx.costmodel.curves import symbol
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.costmodel.ways import (
     FORMS,
     GATE,

@@ -31,6 +31,14 @@ else:
 """
 # Of rooms without an option: what is different.
 DIFFERS = {
+    "papers": """
+try:
+    moefx.Options.preset("parm")
+except moefx.errors.MoefxError as error:
+    assert str(error) == "there is no preset 'parm'", error
+else:
+    raise AssertionError("a preset of a feature that there is not was taken")
+""",
     "saa": """
 with fake_world(4):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp"))

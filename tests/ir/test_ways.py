@@ -9,7 +9,7 @@ import torch
 
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moefx.axes import MeshSpec
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.planning.folding import Fold, Layer, folds
 from moefx.planning.planner import decide
 from moefx.report.explanation import _fold

@@ -17,7 +17,7 @@ from moefx.context.decisions import Choice
 from moefx.costmodel.amounts import Amounts, Kind
 from moefx.costmodel.curves import AlphaBeta, GemmModel
 from moefx.costmodel.machine import ROUNDS, Machine, Provenance
-from moefx.costmodel.presets import PRESETS, preset
+from moefx.costmodel.machines import PRESETS, preset
 from moefx.costmodel.tasks import COMPUTE
 from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all

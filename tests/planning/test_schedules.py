@@ -18,7 +18,7 @@ from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.decisions import Choice
 from moefx.costmodel.amounts import amounts_of, at
 from moefx.costmodel.curves import AlphaBeta
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.costmodel.schedulers import schedule as order
 from moefx.costmodel.ways import FORMS, C, Q, V, X, sent_bytes
 from moefx.errors import UnsupportedUse

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import moefx
 from moefx.analysis.sizes import typical_sizes
 from moefx.compiler import variants
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.planning import adaptive
 from moefx.planning.memory import step_memory

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import moefx
 from moefx import __main__ as command
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.errors import MoefxError
 from moefx.options import Options
 from moefx.planning.folding import Fold, Layer, best_fold

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import moefx
 from moefx.__main__ import app
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.errors import MeshError, ModelError, MoefxError, UnsupportedUse
 from moefx.report import what_if
 from moefx.report.described import described

@@ -19,22 +19,22 @@ import torch
 from torch.fx import GraphModule, Node
 
 import moefx
-from moefx import presets
 from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import Pipeline
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.presets import preset
+from moefx.costmodel.machines import preset
 from moefx.errors import UnsupportedUse
+from moefx.features import papers
+from moefx.features.papers.presets import PRESETS
 from moefx.features.tuning import arms
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.options import Options
 from moefx.planning.planner import check_names, decide
-from moefx.presets import PRESETS
 from tests.planning.test_planner import machine, made
 from tests.planning.test_schedules import of as planned
 from tests.support.graphs import context, graph
@@ -154,7 +154,7 @@ def test_mpipemoe_takes_ways_out_and_back_in_turn():
 
 
 def test_every_system_is_described():
-    said = presets.__doc__
+    said = papers.__doc__
     for name, each in PRESETS.items():
         assert f'"{name}": {inspect.cleandoc(each.says)}' in said
         assert "et al." in each.says or name.startswith(("parm", "hecate", "tutel"))

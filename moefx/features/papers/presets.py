@@ -1,13 +1,7 @@
-"""What published systems do, as options.
-
-Each name stands for the choices of one paper, on top of expert parallelism. Where a paper chooses by a performance
-model or by trying, so does the preset: it needs a `machine`, as `Options(machine=..)` says. tests/test_presets.py holds
-the graph of every preset against what is said here.
-"""
+"""What each published system does, and where its paper says so."""
 
 from __future__ import annotations
 
-from inspect import cleandoc
 from typing import Any, NamedTuple
 
 
@@ -92,6 +86,3 @@ PRESETS: dict[str, Preset] = {
         else on their node, else evenly to all (section 4.4); every 100 steps homes move as Algorithm 2 says (section
         4.3). One chunk, direct all-to-all. A `machine` tells how much attention hides."""),
 }  # fmt: skip
-
-
-__doc__ = f"{__doc__}\n" + "".join(f'"{name}": {cleandoc(each.says)}\n\n' for name, each in PRESETS.items())
