@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from tests.support.speed import keep_what_is_imported, roomy
 
@@ -21,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Reference runs are tiny: threads only cost, and the ranks of the tests want the cores.
     torch.set_num_threads(1)
     os.environ["MOEFX_CACHE"] = "off"  # tests are of the compiler
+    torch._dynamo.config.fake_tensor_cache_enabled = False  # most graphs are small, and few are seen twice
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
