@@ -249,7 +249,8 @@ def differing() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("make", "why"), [(Half, "gathered per token"), (differing, "compute different ops")])
+@pytest.mark.parametrize(("make", "why"), some(
+    [(Half, "gathered per token"), (differing, "compute different ops")], Half))
 def test_what_is_not_understood_stays_whole_if_the_user_allows_it(make, why):
     case = Case("half", make)
     with pytest.raises(RaiseError, match=why):
