@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "full" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all tests of this run, those of other workers, too."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def cached(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test compiles that another one has compiled comes from the cache: for tests of what programs do. Not for
+    those that change the compiler, which the cache does not see."""
+    monkeypatch.setenv("MOEFX_CACHE", str(programs))
 
 
 def pytest_collection_finish() -> None:

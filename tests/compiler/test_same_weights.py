@@ -19,6 +19,7 @@ from tests.support.ranks import run_threads
 from tests.support.sharing import run_sharing
 from tests.support.weight_styles import QuantizedBuffers
 
+pytestmark = pytest.mark.usefixtures("cached")
 TOKENS = torch.arange(12).view(2, 6)
 
 

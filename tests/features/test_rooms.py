@@ -18,7 +18,7 @@ import torch, moefx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import fake_world
-from tests.support.models import CASES
+from tests.support.models import shallow
 
 assert "{option}" not in moefx.Options.__dataclass_fields__
 try:
@@ -27,7 +27,7 @@ except moefx.errors.MoefxError as error:
     assert "no option '{option}'" in str(error), error
 else:
     raise AssertionError("the option of a feature that there is not was taken")
-case = CASES["loop-plain"]
+case = shallow("loop-plain")
 with fake_world(2):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     compiled = moefx.compile(case.build(), mesh, chunks=2, machine="emulated-200mbit")
