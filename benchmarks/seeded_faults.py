@@ -174,6 +174,7 @@ def main() -> None:
         faults = [fault for fault in faults if Path(fault.file).stem in options.only]
     if options.again:
         faults = [fault for fault in faults if old.get(fault.file, {"stage": "none"})["stage"] == "none"]
+        faults.sort(key=lambda fault: fault.file in old)  # first those that were not tried yet
     if options.list:
         print(*(f"{fault.file}:{fault.line} {fault.kind}: {fault.source}" for fault in faults), sep="\n")
         return
