@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from tests.support.speed import keep_what_is_imported, roomy
 
@@ -21,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Reference runs are tiny: threads only cost, and the ranks of the tests want the cores.
     torch.set_num_threads(1)
     os.environ["MOEFX_CACHE"] = "off"  # tests are of the compiler
+    torch._dynamo.config.fake_tensor_cache_enabled = False  # most graphs are small, and few are seen twice
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,6 +32,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "full" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all tests of this run, those of other workers, too."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def cached(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test compiles that another one has compiled comes from the cache: for tests of what programs do. Not for
+    those that change the compiler, which the cache does not see."""
+    monkeypatch.setenv("MOEFX_CACHE", str(programs))
 
 
 def pytest_collection_finish() -> None:

@@ -18,6 +18,7 @@ import moefx
 from moefx.analysis.checking import compare
 from moefx.compiler import pipeline
 from moefx.errors import RaiseError
+from tests.support.breadth import some
 from tests.support.handmade import VOCAB, D, LanguageModel, Loop, OneLayer, output_of
 from tests.support.models import Case
 from tests.support.op_styles import StackedLoop
@@ -71,10 +72,11 @@ OTHERS = {
 
 # Loops differ until they are raised; one of every kind of what is left of them (a shared expert and biases, ids that
 # no router chose, choices of one, tokens of several axes) goes the whole way, all of them with --full.
-WHOLE_WAY = ("twice", "hash", "masks of [B, S]", "assigned in [B, H, W, C]")
+WHOLE_WAY = ("twice", "hash", "masks of [B, S]")
+SOME = [*WHOLE_WAY, "assigned in [B, H, W, C]", "put into [B, S, D]", "split"]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", some(OTHERS, *SOME))
 def test_other_ways_to_write_a_loop(name, pytestconfig):
     case, axes = Case("any", lambda: OneLayer(OTHERS[name])), {"dp": 2, "ep": 2}
     if name in WHOLE_WAY or pytestconfig.getoption("--full"):
@@ -247,7 +249,8 @@ def differing() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("make", "why"), [(Half, "gathered per token"), (differing, "compute different ops")])
+@pytest.mark.parametrize(("make", "why"), some(
+    [(Half, "gathered per token"), (differing, "compute different ops")], Half))
 def test_what_is_not_understood_stays_whole_if_the_user_allows_it(make, why):
     case = Case("half", make)
     with pytest.raises(RaiseError, match=why):

@@ -10,6 +10,7 @@ from tests.support.models import shallow
 from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
+pytestmark = pytest.mark.usefixtures("cached")
 ARMS = ({}, {"chunks": 2}, {"chunks": 2, "scheduler": "heuristic"})
 
 
@@ -28,7 +29,7 @@ def check_arms(rank, world, layout, case, steps, arms):
 
 
 def test_every_arm_has_a_program_of_its_own():
-    case = shallow("mixtral-grouped_mm")
+    case = shallow("loop-setitem")
     run_sharing(2, check_arms, EP2, case, steps_of(case, [[(2, 8), (2, 8)]]), ARMS)
 
 
@@ -46,7 +47,7 @@ def _refuses(rank, world, case, steps):
 
 
 def test_what_is_no_arm_is_refused_and_changes_nothing():
-    case = shallow("mixtral-grouped_mm")
+    case = shallow("loop-setitem")
     run_sharing(2, _refuses, case, steps_of(case, [[(2, 8), (2, 8)]]))
 
 
@@ -61,7 +62,7 @@ def _differs(rank, world, case, steps):
 
 
 def test_ranks_with_different_choices_are_told_before_they_exchange_anything():
-    case = shallow("mixtral-grouped_mm")
+    case = shallow("loop-setitem")
     run_sharing(2, _differs, case, steps_of(case, [[(2, 8), (2, 8)]]))
 
 

@@ -28,6 +28,7 @@ from moefx.link.lower import Linker
 from moefx.options import Options
 from moefx.passes.expand_transport import _ranks_per_node
 from moefx.runtime.groups import MeshView
+from tests.support.breadth import places
 from tests.support.graphs import context, graph
 from tests.support.small import CAPTURED
 
@@ -161,9 +162,9 @@ def program(mesh: MeshSpec, **options):
     return pipeline, pipeline.run(gm)
 
 
-@pytest.mark.parametrize("mesh", [FOLDED, SPREAD], ids=["folded", "spread"])
-@pytest.mark.parametrize("options", [{}, {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"}],
-                         ids=["plain", "2dh"])  # fmt: skip
+@pytest.mark.parametrize(("mesh", "options"), places(
+    itertools.product([FOLDED, SPREAD], [{}, {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"}]), 1, 2),
+    ids=["folded, plain", "folded, 2dh", "spread, plain", "spread, 2dh"])  # fmt: skip
 def test_experts_over_two_root_dims_are_those_over_one(mesh, options):
     """Four ranks of ep = a+b make the program, and compute the bits, of ep=4; so does the emitted code."""
     mesh = replace(mesh, ranks_per_node=2 if mesh is FOLDED else 4)

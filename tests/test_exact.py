@@ -17,6 +17,7 @@ import moefx
 from moefx.errors import MoefxError
 from moefx.placement import after_gate
 from moefx.runtime.plan import RoutePlan
+from tests.support.breadth import places
 from tests.support.parity import compare, gradients
 from tests.support.sharing import run_sharing
 from tests.support.skewed import (
@@ -69,7 +70,8 @@ def formulas(table: np.ndarray, plans: list[RoutePlan]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("stacked", "dims", "options"), [
-    (True, ((3,), ("ep",)), {}), (False, ((2, 2), ("dp", "ep")), {"chunks": 3, "verify": 2}),
+    pytest.param(True, ((3,), ("ep",)), {}, marks=pytest.mark.full),
+    (False, ((2, 2), ("dp", "ep")), {"chunks": 3, "verify": 2}),
 ], ids=["stacked, uneven", "modules in chunks"])  # fmt: skip
 def test_every_rank_computes_as_many_rows(stacked, dims, options):
     torch.manual_seed(0)
@@ -105,7 +107,7 @@ def calibrated(rank: int, world: int, model: nn.Module, steps: list[Step], wante
     return found
 
 
-@pytest.mark.parametrize(("stacked", "options"), [(True, {}), (False, {"chunks": 2, "verify": 2})])
+@pytest.mark.parametrize(("stacked", "options"), places([(True, {}), (False, {"chunks": 2, "verify": 2})], 0))
 def test_copies_by_a_forecast_are_corrected_after_the_gate(stacked, options):
     """A routing that stays, then jumps: its copies come before the calls, those of the jump in them."""
     torch.manual_seed(1)
@@ -133,7 +135,7 @@ class Twice(nn.Module):
         return self.layer(x + self.layer(x, bias), bias.roll(3))
 
 
-@pytest.mark.parametrize("keep", ["eager", "mpipemoe-s4"])
+@pytest.mark.parametrize("keep", places(["eager", "mpipemoe-s4"], 1))
 def test_regions_that_share_parameters_add_copies_of_their_own(keep):
     torch.manual_seed(0)
     model, (_, (tokens, hot), *_) = Twice(), skews(2)

@@ -20,6 +20,7 @@ from moefx.ir import edit
 from moefx.mesh import spec_of
 from moefx.options import Options
 from moefx.passes import place_regions
+from tests.support.breadth import places
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, LoopMoE, with_layer
 from tests.support.mask_styles import TwoTasks
@@ -119,12 +120,12 @@ def _layer() -> nn.Module:
 DROPPING = MOE.replace("hidden = F.silu(", "hidden = F.dropout(")
 
 
-@pytest.mark.parametrize(("mesh", "options", "along"), [
+@pytest.mark.parametrize(("mesh", "options", "along"), places([
     (MeshSpec.folded({"mp": 2}, 2, 1), Options(), "mp"), (MeshSpec.folded({"dp": 2, "mp": 2}, 4, 1), Options(), "mp"),
     (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options(), "mp"),
     (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options.named(split="baseline"), "mp"),
     (MeshSpec.named({"mp": 2, "ep": 2}), Options(), ""), (MeshSpec.folded({"mp": 2, "dp": 2}, 2, 1), Options(), ""),
-], ids=["ep", "ep of all", "esp", "baseline", "separate", "ep is dp"])  # fmt: skip
+], 0, 2, 3, 5), ids=["ep", "ep of all", "esp", "baseline", "separate", "ep is dp"])  # fmt: skip
 def test_experts_that_draw_random_numbers(mesh, options, along):
     """Copies of a row would draw apart. A dropout that is switched off draws nothing."""
     placed(DROPPING.replace("up_e, counts, False))", "up_e, counts, False), 0.5, False)"), options=options, mesh=mesh)

@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx import checkpoint
+from tests.support.breadth import places
 from tests.support.parity import full
 from tests.support.ranks import run_threads
+from tests.support.sharing import run_sharing
 
+pytestmark = pytest.mark.usefixtures("cached")
 D, H, E = 4, 4, 6
 SEED = 0  # by which a micro-batch chooses experts that others do not
 EP2 = (2,), ("ep",)
@@ -168,7 +171,7 @@ def gradients_of(rank, world, layout, plain, of_ranks, wanted, options) -> list[
         return wrong
 
 
-def check(plain: nn.Module, layout, *, idle: bool = True, **options) -> None:
+def check(plain: nn.Module, layout, *, idle: bool = True, run=run_sharing, **options) -> None:
     ranks = len(of_ranks := batches(torch.Size(layout[0]).numel()))
     wanted = expected(plain, of_ranks)
     names = [name for name, param in plain.named_parameters() if param.requires_grad]
@@ -176,7 +179,7 @@ def check(plain: nn.Module, layout, *, idle: bool = True, **options) -> None:
     assert (none[2] > 0) == (none[0] > none[2]) == idle
     assert none[3] == 0
     options = moefx.Options.named(dynamic=False, **options)
-    assert run_threads(ranks, gradients_of, layout, plain, of_ranks, wanted, options) == [[]] * ranks
+    assert run(ranks, gradients_of, layout, plain, of_ranks, wanted, options) == [[]] * ranks
 
 
 @pytest.mark.parametrize("how", ["left out", "computed"])
@@ -184,7 +187,7 @@ def test_experts_that_a_loop_leaves_out_have_none_and_those_it_computes_have_zer
     check(built(Lists, how), EP2, idle=how == "left out")
 
 
-@pytest.mark.parametrize(("kind", "touched"), [(Hit, False), (Asking, False), (Asking, True)])
+@pytest.mark.parametrize(("kind", "touched"), places([(Hit, False), (Asking, False), (Asking, True)], 0, 2))
 def test_loops_over_hit_experts(kind, touched):
     """Where idle ones are read, too, the biases alone have none."""
     check(nn.Sequential(built(kind, touched)), EP2)
@@ -205,7 +208,7 @@ def test_chunks_of_experts_that_are_cut():
     check(built(Lists, "left out"), EP2_ESP2, chunks=2)
 
 
-@pytest.mark.parametrize("options", [{"placement": "balanced", "copies": 1}, {"placement": "exact", "copies": 1}])
+@pytest.mark.parametrize("options", places([{"placement": way, "copies": 1} for way in ("balanced", "exact")], 1))
 def test_experts_with_copies(options):
     check(built(Lists, "left out"), EP2, **options)
 
@@ -217,7 +220,7 @@ def test_weights_that_travel_and_ranks_that_share_tokens(layout):
     of_ranks = [of_ranks[rank // 2] for rank in range(4)] if shared else batches(4)
     wanted = expected(plain := built(Lists, "left out"), of_ranks[:: 2 if shared else 1])
     options = moefx.Options.named(dynamic=False, **({} if shared else {"r": 1}))
-    assert run_threads(4, gradients_of, layout, plain, of_ranks, wanted, options) == [[]] * 4
+    assert run_sharing(4, gradients_of, layout, plain, of_ranks, wanted, options) == [[]] * 4
 
 
 class Apart(nn.Module):
@@ -235,7 +238,7 @@ class Apart(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:compiled block by block")
 def test_experts_of_two_blocks():
-    check(built(Apart), EP2)
+    check(built(Apart), EP2, run=run_threads)
 
 
 def scaled(rank, world, plain, of_ranks, wanted) -> list[str]:
@@ -295,7 +298,7 @@ def losses_of(rank, world, plain, steps, path) -> tuple[list[float], int]:
         return trained(call, len(steps), compiled, between)
 
 
-@pytest.mark.parametrize("plain", [built(Lists, "left out"), built(Stacked)], ids=["list", "stacked"])
+@pytest.mark.parametrize("plain", places([built(Lists, "left out"), built(Stacked)], 1), ids=["list", "stacked"])
 @pytest.mark.parametrize("number", [30, pytest.param(300, marks=pytest.mark.full)])
 def test_losses_of_training_are_those_of_eager(plain, number, tmp_path):
     """Experts move on the way, and optimizer state is saved and loaded, some of it not there yet."""

@@ -40,7 +40,7 @@ def check(rank, world, layout, case, wanted, several, what=check_steps):
     ("name", "several"),
     [
         ("mixtral-grouped_mm", [{"chunks": 3, "keep": "mpipemoe-s3"}]),
-        ("gpt_oss-grouped_mm", [{"chunks": 5}]),
+        pytest.param("gpt_oss-grouped_mm", [{"chunks": 5}], marks=FULL),
         ("loop-before", [{"chunks": 8, "scheduler": "optimal", "keep": "mpipemoe-s2"}]),
         pytest.param("loop-checkpointed", [{"chunks": 2}], marks=FULL),
         pytest.param("mixtral-grouped_mm", [{"chunks": 8, "scheduler": "heuristic"}], marks=FULL),
@@ -62,7 +62,7 @@ def test_capacity_on_two_ranks(name):
     run_sharing(2, check, EP2, case, steps(case, [EVEN]), several)
 
 
-@pytest.mark.parametrize("alltoall", [pytest.param("1dh", marks=FULL), "2dh", "pipe"])
+@pytest.mark.parametrize("alltoall", [pytest.param("1dh", marks=FULL), pytest.param("2dh", marks=FULL), "pipe"])
 def test_every_all_to_all_on_two_nodes_of_two_ranks(alltoall):
     several = [{"chunks": 2, "alltoall": alltoall, **NODES}]
     case = shallow("loop-counting")
@@ -129,7 +129,9 @@ class _ByData(OneLayer):
 
 
 @pytest.mark.filterwarnings("error:.*passes")
-@pytest.mark.parametrize("options", [{"chunks": 2, "scheduler": "heuristic"}, {"machine": "emulated-200mbit"}])
+@pytest.mark.parametrize("options", [
+    pytest.param({"chunks": 2, "scheduler": "heuristic"}, marks=FULL), {"machine": "emulated-200mbit"},
+])  # fmt: skip
 def test_sizes_that_data_decide_have_a_price(options):
     case = Case("by-data", partial(_ByData, Loop(num_experts=4)))
     run_sharing(2, check, EP2, case, steps(case, [EVEN, [(1, 9), (1, 4)]]), [options])

@@ -16,6 +16,7 @@ import moefx
 from moefx.errors import CaptureError, RaiseError
 from tests.support import comparison_styles
 from tests.support.block_styles import BLOCK_STYLES, ShareOfTokens
+from tests.support.breadth import some
 from tests.support.handmade import with_layer
 from tests.support.level_styles import GROUPS, LEVEL_STYLES
 from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
@@ -52,12 +53,11 @@ class Twice(AllExperts):
 
 
 ALL = STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + SUM_STYLES + WEIGHT_STYLES + OP_STYLES
-# Passes have tests of their own; every other style is tried only with --full.
-OFTEN = [pytest.param(style, marks=[pytest.mark.full] if place % 2 else [])
-         for place, style in enumerate((*ALL, *PLACE_STYLES))]  # fmt: skip
+# Passes have tests of their own, of which these styles are combinations; most are tried only with --full.
+OFTEN = some([*ALL, *PLACE_STYLES], *ALL[::4], *PLACE_STYLES[::4], *OP_STYLES)
 # Styles differ until they are raised, and are compared until they are placed. What follows takes some of every list,
 # and those with ops of their own, which are differentiated as they stand.
-WHOLE_WAY = {*ALL[::6], *OP_STYLES}
+WHOLE_WAY = {*ALL[::12], *OP_STYLES}
 
 
 @pytest.mark.parametrize("style", OFTEN)

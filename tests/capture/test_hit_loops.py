@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.capture import hit_loops
 from moefx.errors import CaptureError
+from tests.support.breadth import places, some
 from tests.support.ranks import fake_world, one_rank
 
 E, D = 6, 8
@@ -63,7 +64,7 @@ def model(**how) -> nn.Module:
     return nn.Sequential(nn.Linear(D, D), experts)
 
 
-@pytest.mark.parametrize("how", [{}, {"sentinel": 1}, {"item": True}], ids=["rows", "sentinel", "item"])
+@pytest.mark.parametrize("how", places([{}, {"sentinel": 1}, {"item": True}], 1, 2), ids=["rows", "sentinel", "item"])
 def test_all_experts_are_visited(how):
     with fake_world(2), closing(moefx.compile(model(**how), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)),
                                               verify=2)) as compiled:  # fmt: skip
@@ -114,7 +115,8 @@ class ByNumber(nn.Module):
         return weights.unsqueeze(-1) * out
 
 
-@pytest.mark.parametrize("how", ["first", "tensors", "where", "flat", "squeezed", "viewed"])
+@pytest.mark.parametrize("how", some(["first", "tensors", "where", "flat", "squeezed", "viewed"],
+                                     "tensors", "where", "viewed"))  # fmt: skip
 def test_experts_that_were_hit_by_their_numbers(how):
     torch.manual_seed(0)
     plain, x = ByNumber(how), torch.randn(2, 5, D)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from moefx.context.pass_types import PassResult
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.level import Level
 from moefx.options import Options
+from tests.support.breadth import places, some
 from tests.support.graphs import context, graph
 from tests.support.ranks import fake_world
 from tests.support.small import CAPTURED
@@ -150,8 +152,8 @@ def fixed_length(gm):
     return True
 
 
-@pytest.mark.parametrize("edit", [drop_mask, drop_kept, ignore_others, fixed_length])
-@pytest.mark.parametrize("axes", [{"ep": 1}, {"ep": 2}])
+@pytest.mark.parametrize(("axes", "edit"), places(
+    itertools.product([{"ep": 1}, {"ep": 2}], [drop_mask, drop_kept, ignore_others, fixed_length]), 0, 1, 2, 3, 7))
 def test_inputs_and_sizes_show_what_they_are_for(monkeypatch, edit, axes):
     with_pass(monkeypatch, edit, "canonicalize", Level.CAPTURED)
     with pytest.raises(VerifyError, match=r"after wrong: (output . differs|the graph does not run: Target -100)"):
@@ -218,7 +220,7 @@ def test_autocast_is_compared_with_fewer_digits(logged):
 MANY = CAPTURED.replace("8, ", "64, ").replace("=8", "=64")
 
 
-@pytest.mark.parametrize("first", [0, 30, 62])
+@pytest.mark.parametrize("first", some([0, 30, 62], 62))
 def test_every_expert_gets_rows(monkeypatch, first):
     def experts_swapped(gm):
         node = next(n for n in gm.graph.nodes if "expert_parameter" in str(n.target))
@@ -260,11 +262,10 @@ def scaled(name):
     return change
 
 
-@pytest.mark.parametrize(("after", "level", "step"), [
-    ("canonicalize", Level.CAPTURED, False), ("place-experts", Level.PLACED, False),
-    ("order", Level.SCHEDULED, True),
-])  # fmt: skip
-@pytest.mark.parametrize("how", ["bf16 parts", "autocast", "codec"])
+@pytest.mark.parametrize(("how", "after", "level", "step"), places(
+    [(how, *place) for how in ("bf16 parts", "autocast", "codec") for place in (
+        ("canonicalize", Level.CAPTURED, False), ("place-experts", Level.PLACED, False),
+        ("order", Level.SCHEDULED, True))], 0, 4, 8))  # fmt: skip
 def test_what_rounds_is_also_compared_without_rounding(monkeypatch, logged, how, after, level, step):
     source = BIASED if how != "bf16 parts" else BIASED.replace("result @ square", "(result.bfloat16() @ "
                                                                "square.to(torch.bfloat16)).float()")

@@ -50,7 +50,7 @@ def test_every_size_is_right_and_has_the_programs_it_needs(dynamic, programs):
 
 def test_a_batch_that_fits_a_special_program_takes_the_one_that_fits_all_ranks():
     torch.manual_seed(0)
-    plain = OneLayer(Loop(bias=True))
+    plain = OneLayer(Loop(num_experts=4, bias=True))
     copies = [copy.deepcopy(plain) for _ in range(2)]
     with one_rank():
         wanted = run(plain, tokens(2, 1)), run(plain, tokens(2, 7))

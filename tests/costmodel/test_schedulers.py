@@ -287,9 +287,10 @@ def never_worse(count: int, order: Callable[[TaskGraph], list[int]]) -> int:
     return better
 
 
-def test_never_worse_than_optsche_in_10_000_layers():
+@pytest.mark.parametrize("layers", [2_000, pytest.param(10_000, marks=pytest.mark.full)])
+def test_never_worse_than_optsche(layers):
     """With a hundredth of the default budget, and without making a checked Schedule of every order."""
-    assert never_worse(10_000, lambda graph: schedulers._heuristic(graph, 0.01)[0]) > 500
+    assert never_worse(layers, lambda graph: schedulers._heuristic(graph, 0.01)[0]) > layers // 20
 
 
 @pytest.mark.full

@@ -56,7 +56,7 @@ from tests.support.ranks import fake_world
 from tests.support.models import CASES, shallow
 
 {differs}
-case = CASES["loop-plain"]
+case = shallow("loop-plain")
 with fake_world(2):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     compiled = moefx.compile(case.build(), mesh, chunks=2, machine="emulated-200mbit")

@@ -21,6 +21,7 @@ from tests.support.models import Case
 from tests.support.ranks import fake_world, one_rank, run_ranks
 from tests.support.scenarios import EP2, compiled_case
 
+pytestmark = pytest.mark.usefixtures("cached")
 TOKENS = torch.arange(12).view(2, 6)
 
 

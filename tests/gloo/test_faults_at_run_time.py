@@ -37,6 +37,7 @@ from tests.support.parity import full, parameters
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.scenarios import EP2, check_compiled, check_steps, compiled_case, steps_of
 
+pytestmark = pytest.mark.usefixtures("cached")
 TIMEOUT_S, PERIOD_S = 3.0, 0.3
 NO_OPTIONS = moefx.Options()
 LAYER = Case("layer", partial(OneLayer, Loop(num_experts=6, gated=False)))

@@ -39,6 +39,7 @@ from tests.support.scenarios import (
     steps_of,
 )
 
+pytestmark = pytest.mark.usefixtures("cached")
 EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 6), (3, 10)]
 FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 
@@ -165,12 +166,14 @@ def test_training_on_four_ranks(name, compile_fn):
 
 @pytest.mark.parametrize("name", chosen(["loop-tied"], [*FEW, "loop-tied", "loop-frozen"]))
 def test_accumulation(name):
-    run_ranks(2, check_accumulation, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 3))
+    case = shallow(name)
+    run_ranks(2, check_accumulation, EP2, case, steps_of(case, [EVEN] * 3))
 
 
 @pytest.mark.parametrize("name", chosen(["loop-checkpointed"], [*FEW, "loop-checkpointed"]))
 def test_several_forwards_in_flight(name):
-    run_ranks(2, check_in_flight, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 2))
+    case = shallow(name)
+    run_ranks(2, check_in_flight, EP2, case, steps_of(case, [EVEN] * 2))
 
 
 @pytest.mark.parametrize("name", chosen([], FEW))

@@ -12,6 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, EP4, check_steps
 from tests.support.scenarios import steps_of as steps
 
+pytestmark = pytest.mark.usefixtures("cached")
 EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 2), (3, 10)]  # one rank has fewer tokens than some have chunks
 NODES = {"ranks_per_node": 2}
 FULL = pytest.mark.full
@@ -36,7 +37,8 @@ def check(rank, world, layout, case, wanted, options):
     ],
 )
 def test_dropless_on_two_ranks(name, options):
-    run_ranks(2, check, EP2, CASES[name], steps(CASES[name], [EVEN, UNEVEN]), options)
+    case = shallow(name)
+    run_ranks(2, check, EP2, case, steps(case, [EVEN, UNEVEN]), options)
 
 
 def test_capacity_on_two_ranks():

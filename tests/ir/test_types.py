@@ -36,6 +36,7 @@ from moefx.layout import Cut, Layout
 from moefx.options import Options
 from moefx.passes import materialise
 from tests.compiler.test_checks import BIASED
+from tests.support.breadth import places
 from tests.support.graphs import graph
 from tests.support.handmade import Capacity, Loop, OneLayer
 from tests.support.ranks import fake_world
@@ -337,11 +338,11 @@ def captured(source: str) -> Callable[[dict[str, int]], None]:
 NORMED = BIASED.replace("F.silu(", "F.layer_norm(").replace("offsets))", "offsets), (24,))")
 
 
-@pytest.mark.parametrize(("run", "axes"), [
+@pytest.mark.parametrize(("run", "axes"), places([
     (captured(CAPTURED), {"dp": 2, "ep": 2}), (captured(BIASED), {"ep": 2, "esp": 2}),
     (captured(NORMED), {"ep": 2, "esp": 2}),
     (compiled(partial(OneLayer, Loop())), {"ep": 2}), (compiled(partial(OneLayer, Capacity())), {"dp": 2, "ep": 2}),
-], ids=["sorted", "cut", "whole over esp", "loop", "capacity"])  # fmt: skip
+], 1, 3, 4), ids=["sorted", "cut", "whole over esp", "loop", "capacity"])  # fmt: skip
 def test_what_is_the_same_along_data_is_equal_on_all_ranks(run, axes, monkeypatch):
     """Programs of today, at every step of theirs."""
     ran: Ran = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from moefx.ir.ways import A2A, BLOCKS, Hop, Way, there_and_back
 from moefx.options import Options
 from moefx.passes import chunk, expand_transport, split_waits
 from moefx.planning.pricing import Price
+from tests.support.breadth import places
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 
@@ -65,9 +67,16 @@ def check(graphs, facts, name, level=Level.PLACED):
     rows_take_their_way.check(View(graphs[name], level, facts[name]))
 
 
-@pytest.mark.parametrize("source", [MOE, MADE_THERE, CAPACITY], ids=["rows", "made there", "blocks"])
-@pytest.mark.parametrize("options", [{}, {"alltoall": "2dh"}, {"alltoall": "pipe", "codec": "bf16"}, {"chunks": 2}],
-                         ids=["direct", "2dh", "pipe", "chunks"])  # fmt: skip
+def _name(each) -> str:
+    return {MOE: "rows", MADE_THERE: "made there", CAPACITY: "blocks"}.get(each, each) if isinstance(each, str) else (
+        "-".join(map(str, each.values())) or "direct")
+
+
+WAYS = [{}, {"alltoall": "2dh"}, {"alltoall": "pipe", "codec": "bf16"}, {"chunks": 2}]
+
+
+@pytest.mark.parametrize(("source", "options"), places(
+    itertools.product([MOE, MADE_THERE, CAPACITY], WAYS), 0, 1, 2, 3, 7, 10), ids=_name)
 def test_good_graphs_take_their_ways(source, options):
     graphs, facts, ctx = program(source, **options)
     kind = BLOCKS if source is CAPACITY else A2A
@@ -124,9 +133,9 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "kind"), [(MOE, A2A), (MADE_THERE, A2A), (CAPACITY, BLOCKS)],
-                         ids=["rows", "made there", "blocks"])  # fmt: skip
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("source", "kind", "fault"), places(
+    [(*of, fault) for of in ((MOE, A2A), (MADE_THERE, A2A), (CAPACITY, BLOCKS)) for fault in FAULTS],
+    *range(len(FAULTS) + 1), 2 * len(FAULTS)), ids=_name)
 def test_faults_of_a_hop_are_named(source, kind, fault):
     damage, reverse, message = FAULTS[fault]
     graphs, facts, _ = program(source)

@@ -23,6 +23,7 @@ from tests.support.handmade import Loop, OneLayer
 from tests.support.ranks import run_threads
 from tests.support.sharing import run_sharing
 
+pytestmark = pytest.mark.usefixtures("cached")
 LAYOUTS = {
     "columns": Layout((Cut(1, ("mp",), (6,)),)), "halves": Layout((Cut(0, ("mp",), (2, 2)),)),
     "rows": Layout.rows(4, "ep"), "uneven": Layout.spread((1, 0, 1, 1), "ep", 2),

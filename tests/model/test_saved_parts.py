@@ -35,6 +35,7 @@ from tests.support.ranks import fake_world, run_threads
 from tests.support.sharing import run_sharing
 from tests.support.styles import D
 
+pytestmark = pytest.mark.usefixtures("cached")
 ROWS, WHOLE = torch.arange(12.0).view(4, 3), torch.arange(20.0, 26.0).view(2, 3)
 EXPERTS = [torch.full((2, 2), 30.0), torch.full((2, 2), 40.0)]
 VALUES = {"rows": ROWS, "whole": WHOLE, "expert.0": EXPERTS[0], "expert.1": EXPERTS[1],

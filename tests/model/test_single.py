@@ -26,6 +26,7 @@ from tests.support.scenarios import (
     steps_of,
 )
 
+pytestmark = pytest.mark.usefixtures("cached")
 FEW = ["loop-setitem", "mixtral-eager", "gshard-grouped"]
 ONE, OTHER = [(2, 8)], [(4, 6)]
 

@@ -20,6 +20,7 @@ from moefx.costmodel.machines import preset
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.planning import adaptive
 from moefx.planning.memory import step_memory
+from tests.support.breadth import places
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import shallow
 from tests.support.ranks import fake_world
@@ -232,7 +233,7 @@ def test_a_batch_of_one_is_priced_as_one(world):
     model.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"chunks": 2}], ids=str)
+@pytest.mark.parametrize("options", places([{}, {"chunks": 2}], 1), ids=str)
 def test_sizes_are_those_that_the_code_names(world, options):
     """What turned out to be a constant, as the width of the input, or the same as another size, is none of them."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
@@ -286,7 +287,7 @@ ORDERS = [({}, "none"), ({"chunks": 2}, "optsche"), ({"scheduler": "heuristic"},
           ({"machine": "emulated-200mbit", "chunks": 2, "scheduler": "sequential"}, "sequential")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "order"), ORDERS, ids=str)
+@pytest.mark.parametrize(("options", "order"), places(ORDERS, 0, 2, 4), ids=str)
 def test_the_scheduler_is_the_one_that_orders_the_tasks(world, options, order):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
     x, options = torch.randn(3, 5, D), moefx.Options.named(**options)

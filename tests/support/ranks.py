@@ -77,7 +77,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0
     """
     context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        payload = pickle.dumps((fn, args))
+        payload = pickle.dumps((fn, args, os.environ.get("MOEFX_CACHE", "off")))  # as it is now, not as it was
         ranks, pipes = [], {}
         try:
             for rank in range(n):
@@ -153,7 +153,7 @@ def _rank_main(
         torch.manual_seed(0)
         gc.freeze()
         try:
-            fn, args = pickle.loads(payload)
+            fn, args, os.environ["MOEFX_CACHE"] = pickle.loads(payload)
             store = dist.FileStore(str(Path(folder) / "store"), world)
             # gloo's own timeout lies above ours, so that a hang is seen as a hang, with stacks.
             dist.init_process_group(

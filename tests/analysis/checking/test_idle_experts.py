@@ -16,6 +16,7 @@ import moefx
 from moefx.analysis.checking import idle_experts
 from moefx.capture.trace import trace
 from moefx.errors import CaptureError
+from tests.support.breadth import places, some
 from tests.support.ranks import one_rank
 from tests.support.styles import D, E, K, Layer
 
@@ -374,7 +375,8 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("make", [ByRows, ByCounts, BySlices, TouchesIdle, lambda: Checkpointed(ByRows())],
+@pytest.mark.parametrize("make", places(
+    [ByRows, ByCounts, BySlices, TouchesIdle, lambda: Checkpointed(ByRows())], 2, 4),
                          ids=["rows", "counts", "slices", "touches idle", "in another checkpoint"])  # fmt: skip
 def test_leaving_out_is_right_in_a_checkpoint(make):
     layer, x = Checkpointed(make()), torch.randn(2, 6, D)
@@ -386,8 +388,7 @@ def test_leaving_out_is_right_in_a_checkpoint(make):
         assert "grouped.grouped_linear" in moefx.inspect(compiled).code["forward"]
 
 
-@pytest.mark.parametrize("where", [nn.Sequential, Checkpointed])
-@pytest.mark.parametrize(("style", "message"), [
+REFUSED = [
     (AddsForIdle, "does more than leave it out"),
     (WritesForIdle, "does more than leave it out"),
     (InOwnNumbers, "does more than leave it out"),
@@ -395,7 +396,11 @@ def test_leaving_out_is_right_in_a_checkpoint(make):
     (CountsOnHost, "does more than leave it out"),
     (AsksTheNext, "asks for its tokens elsewhere"),
     (CountsTheNext, "left out because of the number of tokens of another one"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("style", "message", "where"), places(
+    [(*each, where) for where in (nn.Sequential, Checkpointed) for each in REFUSED], *range(len(REFUSED) + 1)))
 def test_anything_else_is_refused(style, message, where):
     with pytest.raises(CaptureError, match=message) as caught:
         check(where(style()))
@@ -429,7 +434,8 @@ def test_a_slice_to_a_bound_needs_no_condition(style, parts):
         idle_experts.check(full.gm, full.trust, part.gm, part.trust)
 
 
-@pytest.mark.parametrize("style", [ByTernary, ByStatement, TheOtherWay, OneNumber, AndIdle, IdleFirst])
+@pytest.mark.parametrize("style", some([ByTernary, ByStatement, TheOtherWay, OneNumber, AndIdle, IdleFirst],
+                                       ByStatement, IdleFirst))  # fmt: skip
 def test_bounds_hold_above_and_below_them(style):
     layer = style()
     plain = copy.deepcopy(layer)
