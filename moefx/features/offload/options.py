@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 VALUES = {
-    "keep": {
-        "mpipemoe-s1": "MPipeMoE, table 2: rows before and between the experts' products wait on the host",
-        "mpipemoe-s2": "the first are sent again, the second wait there",
-        "mpipemoe-s3": "the first wait there, the second are computed again",
+    "keep": {  # of rows before and between the experts' products (table 2)
+        "mpipemoe-s1": "MPipeMoE: experts' rows wait on the host",
+        "mpipemoe-s2": "those that arrive are sent again",
+        "mpipemoe-s3": "inner ones are computed again",
         "mpipemoe-s4": "both are made again",
     },
     "formula": {"mpipemoe": "one of its four strategies of what is kept, by equation 10"},
