@@ -7,6 +7,7 @@ of unequal sizes; tests/test_fuzz.py runs random layers, and tests/gloo/test_par
 from __future__ import annotations
 
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -56,17 +57,18 @@ def placed_as(case, axes, **options):
     return str(stopped.value)
 
 
+_loop = partial(Loop, num_experts=4)
 OTHERS = {
-    "stack": Loop(gather="stack", bias=True),
-    "assign": Loop(gather="assign", top_k=1, renormalise=False),
-    "hash": Loop(gather="hash"),
-    "twice": Loop(twice=True, bias=True),
-    "masks of [B, S]": Loop(gather="mask", shape="BSD", bias=True, shared="gated"),
-    "dense over [B, H, W]": Loop(gather="dense", shape="BHWC", bias=True),
-    "put into [B, S, D]": Loop(gather="put", shape="BSD", scores="sigmoid"),
-    "assigned in [B, H, W, C]": Loop(gather="assign", shape="BHWC", top_k=1, renormalise=False),
-    "split": Loop(gather="split", bias=True, scatter="setitem"),
-    "offsets": Loop(gather="offsets", weigh="before", scatter="index_add"),
+    "stack": _loop(gather="stack", bias=True),
+    "assign": _loop(gather="assign", top_k=1, renormalise=False),
+    "hash": _loop(gather="hash"),
+    "twice": _loop(twice=True, bias=True),
+    "masks of [B, S]": _loop(gather="mask", shape="BSD", bias=True, shared="gated"),
+    "dense over [B, H, W]": _loop(gather="dense", shape="BHWC", bias=True),
+    "put into [B, S, D]": _loop(gather="put", shape="BSD", scores="sigmoid"),
+    "assigned in [B, H, W, C]": _loop(gather="assign", shape="BHWC", top_k=1, renormalise=False),
+    "split": _loop(gather="split", bias=True, scatter="setitem"),
+    "offsets": _loop(gather="offsets", weigh="before", scatter="index_add"),
 }
 
 

@@ -26,7 +26,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def model(seed: int = 0, **style) -> nn.Module:
     torch.manual_seed(seed)
-    return OneLayer(Loop(**style))
+    return OneLayer(Loop(num_experts=4, **style))
 
 
 def errors(models: list[nn.Module], run=run_sharing, **axes: int) -> list[str | None]:

@@ -34,7 +34,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def same_models(count: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    model = OneLayer(Loop())
+    model = OneLayer(Loop(num_experts=4))
     return [copy.deepcopy(model) for _ in range(count)]
 
 
