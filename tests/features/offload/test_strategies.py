@@ -16,12 +16,12 @@ from moefx.ir.regions import region_of
 from moefx.options import Options
 from moefx.planning.planner import decide
 from tests.analysis.test_restorables import of_forward, split
+from tests.features.papers.test_presets import LOCAL, compiled
 from tests.planning.test_planner import machine, made, whole
 from tests.planning.test_restoring import BUSY, peak_of, within
 from tests.support.models import shallow
 from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
-from tests.test_presets import LOCAL, compiled
 
 _ops = torch.ops.moefx
 FULL = pytest.mark.full
