@@ -68,7 +68,7 @@ def write(folder: Path) -> None:
 def compare(before: Path, after: Path) -> int:
     different = 0
     for path in sorted(before.glob("*.py")):
-        old, new = (_HOMES.sub("", each.read_text(encoding="utf-8")).splitlines()
+        old, new = (list(filter(None, _HOMES.sub("", each.read_text(encoding="utf-8")).splitlines()))
                     for each in (path, after / path.name))  # fmt: skip
         lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:3] not in ("---", "+++")]
         different += bool(lines)
