@@ -133,35 +133,47 @@ class Nesting:
 
 @dataclass(frozen=True)
 class Feature:
-    """name: of its room.
+    """What the core calls of a room, by when it does.
 
-    check: raises UnsupportedUse where options want what cannot be. check_mesh: (options, DeviceMesh), raises MeshError.
-    only_whole: (why, what to do instead) where options want a model that is compiled as a whole, not block by block.
-    passes: of its own, and their places. rules: of the verifier (`ir.rules.Rule`), after those of the core. axes: see
-    Axis. ways: see Way. strategies: values of the option `keep`, as in `moefx.options.STRATEGIES`. formulas: values of
-    the option `formula` that choose what is kept, (graphs, ctx, machine, sizes, {region: its candidate}) ->
-    `planning.restoring.Restoring`. rings: `Decisions.rings` that options want. nesting: an all-to-all, see Nesting.
-    parts_back: {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each gathered
-    while the next is on its way}. chooses: whether options let it change choices from call to call. follow: a Follower
-    of a compiled model. presets: {name: {option: value}}, for `Options.preset`.
+    Options and meshes
+        check       (Options) raises UnsupportedUse where options want what cannot be
+        check_mesh  (Options, DeviceMesh) raises MeshError
+        only_whole  (Options) -> (why, what to do instead) where a model is not compiled block by block
+        presets     {name: {option: value}}, for `Options.preset`
+    Compiling
+        passes      of its own, and their places
+        rules       of the verifier (`ir.rules.Rule`), behind those of the core
+        rings       (Options) -> `Decisions.rings`
+    Choosing
+        axes        options that `plan` tells of and searches
+        nesting     an all-to-all, see Nesting
+        parts_back  {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each gathered
+                    while the next is on its way}
+        ways        of values that the backward reads, see Way
+        strategies  values of the option `keep`, as in `moefx.options.STRATEGIES`
+        formulas    values of the option `formula` that choose what is kept: (graphs, PassContext, Machine, sizes,
+                    {region: its candidate}) -> `planning.restoring.Restoring`
+    Training
+        chooses     (Options) -> whether choices change from call to call
+        follow      (CompiledModule) -> its Follower
     """
 
     name: str
     check: Callable[[Any], None] = field(default=lambda options: None)
     check_mesh: Callable[[Any, Any], None] = field(default=lambda options, mesh: None)
     only_whole: Callable[[Any], tuple[str, str] | None] = field(default=lambda options: None)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     passes: tuple[Insertion, ...] = ()
     rules: tuple = ()
+    rings: Callable[[Any], int] = field(default=lambda options: 0)
     axes: tuple[Axis, ...] = ()
+    nesting: Nesting | None = None
+    parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
     ways: tuple[Way, ...] = ()
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    rings: Callable[[Any], int] = field(default=lambda options: 0)
-    nesting: Nesting | None = None
-    parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower] | None = None
-    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 FEATURES: dict[str, Feature] = {}
@@ -171,8 +183,7 @@ def register(feature: Feature) -> None:
     FEATURES[feature.name] = feature
 
 
-def presets() -> dict[str, Mapping[str, Any]]:
-    return {name: options for feature in FEATURES.values() for name, options in feature.presets.items()}
+# ---- options and meshes
 
 
 def check(options: Any) -> None:
@@ -189,12 +200,16 @@ def only_whole(options: Any) -> tuple[str, str] | None:
     return next(filter(None, (feature.only_whole(options) for feature in FEATURES.values())), None)
 
 
+def presets() -> dict[str, Mapping[str, Any]]:
+    return {name: options for feature in FEATURES.values() for name, options in feature.presets.items()}
+
+
+# ---- compiling
+
+
 def with_passes(entries: Sequence[Any]) -> list[Any]:
     """Passes of the core, each followed by those that features put behind it."""
-    found = []
-    for entry in entries:
-        found += [entry, *behind(entry.name)]
-    return found
+    return [each for entry in entries for each in (entry, *behind(entry.name))]
 
 
 def behind(name: str) -> list[Any]:
@@ -206,19 +221,25 @@ def rules() -> tuple:
     return tuple(rule for feature in FEATURES.values() for rule in feature.rules)
 
 
+def rings(options: Any) -> int:
+    return max((feature.rings(options) for feature in FEATURES.values()), default=0)
+
+
+# ---- choosing
+
+
 def axes() -> tuple[Axis, ...]:
     return tuple(axis for feature in FEATURES.values() for axis in feature.axes)
-
-
-def parts_back(schedule: str, mesh: Any, axis: str) -> int:
-    """In how many parts static blocks come back by a schedule over `axis`; 1: at once."""
-    found = (feature.parts_back.get(schedule) for feature in FEATURES.values())
-    return max((parts(mesh, axis) for parts in found if parts is not None), default=1)
 
 
 def of_axes(options: Any) -> dict[str, Any]:
     """{option: its value} of all axes."""
     return {axis.option: options.value_of(axis.option) for axis in axes()}
+
+
+def words(options: Any) -> list[str]:
+    """What options want of axes."""
+    return [word for axis in axes() for word in axis.words(options.value_of(axis.option))]
 
 
 def nestings() -> tuple[Nesting, ...]:
@@ -230,9 +251,10 @@ def nesting(alltoall: Any) -> Nesting | None:
     return next((each for each in nestings() if each.name == alltoall), None)
 
 
-def words(options: Any) -> list[str]:
-    """What options want of axes."""
-    return [word for axis in axes() for word in axis.words(options.value_of(axis.option))]
+def parts_back(schedule: str, mesh: Any, axis: str) -> int:
+    """In how many parts static blocks come back by a schedule over `axis`; 1: at once."""
+    found = (feature.parts_back.get(schedule) for feature in FEATURES.values())
+    return max((parts(mesh, axis) for parts in found if parts is not None), default=1)
 
 
 def ways() -> dict[str, Way]:
@@ -247,8 +269,7 @@ def formulas() -> dict[str, Callable[..., Any]]:
     return {name: each for feature in FEATURES.values() for name, each in feature.formulas.items()}
 
 
-def rings(options: Any) -> int:
-    return max((feature.rings(options) for feature in FEATURES.values()), default=0)
+# ---- training
 
 
 def choose(options: Any) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moefx import features
+from moefx import features, rooms
+from moefx.compiler.pipeline import JOINT, PLACING, STEP, WHOLE
 
 ROOT = Path(__file__).parents[2]
 # What is refused without a room, and the words.
@@ -73,6 +74,11 @@ def test_every_listed_room_is_in_this_table_and_has_a_page_and_tests():
     for name in features.LISTED:
         assert len((ROOT / "docs" / "features" / f"{name}.md").read_text().splitlines()) <= 60
         assert list((ROOT / "tests" / "features" / name).glob("test_*.py"))
+
+
+def test_passes_of_rooms_stand_behind_passes_that_there_are():
+    known = {entry.name for entry in (*WHOLE, *PLACING, *JOINT, *STEP)} | {"differentiate", "partition"}
+    assert not [each.after for feature in rooms.FEATURES.values() for each in feature.passes if each.after not in known]
 
 
 @pytest.mark.parametrize("name", features.LISTED)

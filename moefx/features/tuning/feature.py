@@ -19,4 +19,4 @@ def _follow(compiled: CompiledModule) -> Tuning:
     return Tuning(compiled.options, compiled._machine, compiled._inner, compiled._ranks, lambda: compiled._runners)
 
 
-FEATURE = Feature("tuning", _check, chooses=lambda options: options.tune.mode != "off", follow=_follow)
+FEATURE = Feature("tuning", check=_check, chooses=lambda options: options.tune.mode != "off", follow=_follow)
