@@ -47,7 +47,7 @@ MORE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "planned": ({"dp": 2, "ep": 4}, {"machine": "emulated-200mbit", **NODES}),
 }
 # Where functions live is told by their names; a change may move them.
-_HOMES = re.compile(r"^(from|import) .*$|\b[a-z_]+\.(?=\w+\()", re.M)
+_HOMES = re.compile(r"^(from|import) .*$|\b(?:[a-z_]+\.)+(?=\w+\()| +(?= #)", re.M)
 
 
 def write(folder: Path) -> None:
@@ -67,13 +67,14 @@ def write(folder: Path) -> None:
 
 def compare(before: Path, after: Path) -> int:
     different = 0
+    print("| setting | lines | differing |\n|---|---|---|")
     for path in sorted(before.glob("*.py")):
         old, new = (list(filter(None, _HOMES.sub("", each.read_text(encoding="utf-8")).splitlines()))
                     for each in (path, after / path.name))  # fmt: skip
         lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:3] not in ("---", "+++")]
         different += bool(lines)
-        print(f"{path.stem}: {'the same' if not lines else f'{len(lines)} lines differ'}, of {len(old)}")
-        print(*lines[:6], sep="\n" if lines else "", end="\n" if lines else "")
+        print(f"| {path.stem} | {len(old)} | {len(lines) or 'none'} |")
+        print(*lines[:6], sep="\n", end="\n" if lines else "", file=sys.stderr)
     return different
 
 
