@@ -88,9 +88,9 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way of values that the backward reads: what `lean` keeps of them leaves the device, and comes back. A pass
-    behind "partition" moves them (`Decisions.moved`).
+class Keeping:
+    """Where values that the backward reads may wait: what `lean` keeps of them leaves the device, and comes back. A
+    pass behind "partition" moves them (`Decisions.moved`).
 
     is_priced: whether a machine says what that takes. loads: (machine, bytes) -> {(pass, queue): seconds} of one value.
     """
@@ -149,7 +149,7 @@ class Feature:
         nesting     an all-to-all, see Nesting
         parts_back  {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each gathered
                     while the next is on its way}
-        ways        of values that the backward reads, see Way
+        keepings    where values that the backward reads may wait, see Keeping
         strategies  values of the option `keep`, as in `moefx.options.STRATEGIES`
         formulas    values of the option `formula` that choose what is kept: (graphs, PassContext, Machine, sizes,
                     {region: its candidate}) -> `planning.restoring.Restoring`
@@ -169,7 +169,7 @@ class Feature:
     axes: tuple[Axis, ...] = ()
     nesting: Nesting | None = None
     parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
-    ways: tuple[Way, ...] = ()
+    keepings: tuple[Keeping, ...] = ()
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
@@ -257,8 +257,8 @@ def parts_back(schedule: str, mesh: Any, axis: str) -> int:
     return max((parts(mesh, axis) for parts in found if parts is not None), default=1)
 
 
-def ways() -> dict[str, Way]:
-    return {way.name: way for feature in FEATURES.values() for way in feature.ways}
+def keepings() -> dict[str, Keeping]:
+    return {each.name: each for feature in FEATURES.values() for each in feature.keepings}
 
 
 def strategies() -> dict[str, Mapping[str, str]]:

@@ -100,7 +100,7 @@ class Restorables:
         """Of what is kept, what waits elsewhere, and by which way of a room. What lies in memory that stays in any case
         does not go: inputs, outputs of the forward, and what is kept otherwise."""
         ways = {n: way_of(self.classes[n]) for n in kept if n in self.classes}
-        going = {n: way for n, way in ways.items() if way in rooms.ways() and _may_go(n)}
+        going = {n: way for n, way in ways.items() if way in rooms.keepings() and _may_go(n)}
         stays = {_memory(n) for n in [*self.inputs, *outputs, *kept] if n not in going}
         return {n: way for n, way in going.items() if _memory(n) not in stays}
 
@@ -121,7 +121,7 @@ class Restorables:
                     found[each][0][way] = sizes.get(each, sympy.S.Zero)
                     found[each][1][way] = tuple(a for a in again[each] if a.kind is not Kind.FREE)
         for sizes, again in found.values():
-            for way in rooms.ways():
+            for way in rooms.keepings():
                 sizes[way], again[way] = sizes["lean"], again["lean"]
             sizes["inside"], again["inside"] = sizes["keep"], again["keep"]  # what the pass left
         return [Restorable(c.name, c.region, c.role, c.chunk, *costs, self._weighing(c)) for c, costs in found.items()]
@@ -170,7 +170,7 @@ class _Settlement:
         self.values, self.ways = values, ways
         self.again: set[Node] = set()
         self.kept: set[Node] = set()
-        self.lean = {"lean", "redo", *rooms.ways()}  # ways by which nothing elementwise is kept
+        self.lean = {"lean", "redo", *rooms.keepings()}  # ways by which nothing elementwise is kept
         bases = {_base(n) for n in values.pending}
         self.available = {n for n in bases if not self._may_redo(n)} | set(values.inputs)
 

@@ -68,7 +68,7 @@ WAYS = ("keep", "lean", "redo", "inside")
 """What becomes of values that the backward reads. keep: as eager autograd does, less what is cheaper to compute again
 than to read. lean: all but elementwise results of what is kept. redo: nothing that can be computed, or sent, again.
 inside: of rows that return (R) alone, nothing: scores are applied where the experts are (the pass weigh-inside); where
-they cannot be, the rows are kept. Rooms have ways by which what lean keeps waits elsewhere (`rooms.Way`)."""
+they cannot be, the rows are kept. Rooms have ways by which what lean keeps waits elsewhere (`rooms.Keeping`)."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from moefx.planning.pricing import FORMULAS, Candidate
 
 ARRIVED = ("T_DI", "T_DO")  # roles of values that are rows as ranks with experts have them
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
-OPEN = ("keep", "lean", "redo")  # of all machines, beside what is priced of `rooms.ways`
+OPEN = ("keep", "lean", "redo")  # of all machines, beside what is priced of `rooms.keepings`
 INSIDE = "inside"  # of R. A region whose scores are applied there is a layer of its own, since inner rows are others
 STEPS = 12  # of the search for the largest budget
 MOST = 8  # mixes of one region that are simulated
@@ -192,7 +192,7 @@ class Search:
         kept = at(each.nbytes["keep"], self.sizes) / chunks * rows
         ways = {}
         for way in self._open(each):
-            held = 0.0 if way in rooms.ways() else at(each.nbytes[way], self.sizes) / chunks * rows
+            held = 0.0 if way in rooms.keepings() else at(each.nbytes[way], self.sizes) / chunks * rows
             if way == "keep" or held < kept:
                 # What is sent again is rows of about its own size before, in every chunk that is on its way.
                 is_sent = any(amounts.kind is Kind.COLLECTIVE for amounts in each.again[way])
@@ -203,7 +203,7 @@ class Search:
     def _open(self, each: Restorable) -> Sequence[str]:
         if each.role in (FETCHED, WEIGHTS):
             return "keep", "redo"
-        return *OPEN, *(name for name, way in rooms.ways().items() if way.is_priced(self.machine))
+        return *OPEN, *(name for name, way in rooms.keepings().items() if way.is_priced(self.machine))
 
     def _loads(self, each: Restorable, way: str, chunks: float, candidate: Candidate | None) -> Loads:
         loads: dict[tuple[str, str], float] = defaultdict(float)
@@ -214,8 +214,8 @@ class Search:
                 loads["backward", COMPUTE] += self.machine.start_s
             elif one.kind is not Kind.HOST:
                 loads["backward", COMPUTE] += self._seconds(one, candidate)
-        if way in rooms.ways():
-            moved = rooms.ways()[way].loads(self.machine, at(each.nbytes[way], self.sizes) / chunks)
+        if way in rooms.keepings():
+            moved = rooms.keepings()[way].loads(self.machine, at(each.nbytes[way], self.sizes) / chunks)
             for queue, seconds in moved.items():
                 loads[queue] += seconds
         return dict(loads)

@@ -57,7 +57,7 @@ def class_reports(ctx: PassContext, sizes: Mapping[str, float]) -> tuple[ClassRe
         ways = tuple(ctx.way_of(each) for each in chunks)
         nbytes = [at(each.nbytes[way], sizes) for each, way in zip(chunks, ways)]
         whole = sum(at(each.nbytes["keep"], sizes) for each in chunks)
-        host = sum(size for way, size in zip(ways, nbytes) if way in rooms.ways())
+        host = sum(size for way, size in zip(ways, nbytes) if way in rooms.keepings())
         again = [amounts for each, way in zip(chunks, ways) for amounts in each.again[way]]
         if name in chosen:
             seconds, reason = chosen[name].seconds, chosen[name].reason

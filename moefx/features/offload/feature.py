@@ -8,7 +8,7 @@ from moefx.errors import UnsupportedUse
 from moefx.features.offload import offload, ops, rules
 from moefx.features.offload.strategies import FORMULA, OFFLOAD, RINGS, STRATEGIES, by_equation_10
 from moefx.options import Options
-from moefx.rooms import Feature, Insertion, Way
+from moefx.rooms import Feature, Insertion, Keeping
 
 __all__ = ["FEATURE", "ops"]  # the latter registers its ops
 
@@ -35,6 +35,6 @@ def _rings(options: Options) -> int:
 
 FEATURE = Feature(
     "offload", check=_check, passes=(Insertion("partition", Pass("offload", offload.run)),),
-    rules=(rules.what_waits_on_the_host_comes_back,), ways=(Way(OFFLOAD, _is_priced, _loads),), strategies=STRATEGIES,
-    formulas={FORMULA: by_equation_10}, rings=_rings,
+    rules=(rules.what_waits_on_the_host_comes_back,), keepings=(Keeping(OFFLOAD, _is_priced, _loads),),
+    strategies=STRATEGIES, formulas={FORMULA: by_equation_10}, rings=_rings,
 )  # fmt: skip
