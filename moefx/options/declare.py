@@ -33,7 +33,8 @@ def option(default: Any, allowed: Allowed, says: str, *, told: bool = True) -> A
 
 def group(kind: type[Group], says: str, *, short: bool = True) -> Any:
     """A field that holds a `Group`. short: a value that is no group is one for its first field."""
-    says = f"{kind.__name__}({', '.join(each.name for each in fields(kind))}): {says}"
+    names = [each.name for each in fields(kind)]
+    says = f"{kind.__name__}({', '.join((*names[:3], '..') if len(names) > 3 else names)}): {says}"
     return field(default=kind(), metadata={"group": kind, "says": says, "short": short})
 
 

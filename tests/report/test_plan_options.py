@@ -243,7 +243,7 @@ def test_meshes_to_try_fit_and_take_turns():
     open_ = Where(None, None, None)
     found = list(candidates(Facts(layer, 8e9, 8e9), H100, 64, 3e9, open_))
     assert all(8e9 / (64 if w.options["shard_dense"] else w.mp) + 8e9 / (w.ep * w.esp) < 3e9 for w in found)
-    assert found[0].shard_dense  # 8 GB of what is no expert fit no other way on one rank
+    assert found[0].options["shard_dense"]  # 8 GB of what is no expert fit no other way on one rank
     assert {w.mp for w in found} == {1, 8}
     assert [w.mp for w in found[:4]] == [1, 8, 1, 8]
     kept = list(candidates(Facts(layer, 8e9, 8e9), H100, 64, 1e12, Where(1, 4, 1, {"shard_dense": False})))
