@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +40,6 @@ class Fault:
     @property
     def rank(self) -> str:
         return hashlib.sha256(f"{self.file}\n{self.source}\n{self.kind}".encode()).hexdigest()
-
-    @property
-    def tests(self) -> re.Pattern[str]:
-        """What a test says that is about the module."""
-        _, place, name = Path(self.file).with_suffix("").parts
-        named = rf'|"{name.replace("_", "-")}"' if place == "passes" else ""
-        return re.compile(rf"\b{place}[./]{name}\b|\b{place} import [^#\n]*\b{name}\b{named}")
 
     def applied(self, source: str) -> str:
         return source[: self.start] + self.text + source[self.end :]

@@ -11,11 +11,13 @@ one greater and calls left out. They are ordered by the sha256 of file, line and
 of a file at most: nobody chooses.
 
 Each fault stands alone in a copy of the tree. The tests that are nearest run first, up to the first failure: the file
-of the module's name, then those that import the module or name the pass, then broad ones, then all others. A test that
+of the module's name, then those that import the module or name the pass, then those that do so with a module that
+imports it, then broad ones, then all others. A test that
 takes longer than five minutes counts as failed (a fault may well make a loop endless). Left out are tests that read
 code and do not run it.
 
     nearest    found by a test that names the module
+    next       found by a test that names a module which imports it
     broad      found by a test of the whole compiler
     rest       found by another test
     full       found only by a test that needs --full
@@ -58,12 +60,31 @@ def stages(fault: Fault) -> list[tuple[str, list[str]]]:
     """Test files to run, nearest first."""
     _, place, name = Path(fault.file).with_suffix("").parts
     own = f"tests/{place}/test_{name}.py"
-    files = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("tests/**/test_*.py"))]
-    files = [file for file in files if file not in READ_CODE]
-    near = [file for file in files if file == own or fault.tests.search((ROOT / file).read_text())]
-    near.sort(key=lambda file: (file != own, not file.startswith(f"tests/{place}"), "gloo" in file))
-    broad = [file for file in BROAD if file not in near]
-    return [("nearest", near), ("broad", broad), ("rest", [f for f in files if f not in near and f not in broad])]
+    tests = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.glob("tests/**/test_*.py"))}
+    code = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "moefx").rglob("*.py"))}
+    its = naming([fault.file])
+    theirs = naming([file for file, text in code.items() if file != fault.file and its.search(text)])
+    left = [file for file in tests if file not in READ_CODE]
+    found = []
+    for stage, asked in (
+        ("nearest", lambda file: file == own or its.search(tests[file])),
+        ("next", lambda file: theirs.search(tests[file])),
+        ("broad", BROAD.__contains__), ("rest", lambda file: True),
+    ):  # fmt: skip
+        those = sorted(filter(asked, left), key=lambda file: (file != own, f"/{place}/" not in file, "gloo" in file))
+        found.append((stage, those))
+        left = [file for file in left if file not in those]
+    return found
+
+
+def naming(files: list[str]) -> re.Pattern[str]:
+    """What says that code is about the modules of these files of moefx."""
+    words = []
+    for file in files:
+        *_, place, name = Path(file).with_suffix("").parts
+        words += [rf"\b{place}\.{name}\b", rf"\b{place} import (?:\w+, )*{name}\b"]
+        words += [f'"{name.replace("_", "-")}"'] if place == "passes" else []
+    return re.compile("|".join(words) or "(?!)")
 
 
 def hunt(fault: Fault, tree: Path, limit: float, *options: str) -> dict[str, Any]:

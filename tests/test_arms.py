@@ -10,7 +10,6 @@ from tests.support.models import shallow
 from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
-pytestmark = pytest.mark.usefixtures("cached")
 ARMS = ({}, {"chunks": 2}, {"chunks": 2, "scheduler": "heuristic"})
 
 

@@ -19,7 +19,6 @@ from tests.support.ranks import fake_world
 from tests.support.scenarios import check_steps, steps_of
 from tests.support.sharing import run_sharing
 
-pytestmark = pytest.mark.usefixtures("cached")
 EVEN, UNEVEN = [(2, 8), (2, 8)], [(2, 6), (3, 10)]
 EP_ESP = ((2, 2), ("ep", "esp"))
 ESP = ((2,), ("esp",))

@@ -18,7 +18,6 @@ from tests.support.parity import full
 from tests.support.ranks import run_threads
 from tests.support.sharing import run_sharing
 
-pytestmark = pytest.mark.usefixtures("cached")
 D, H, E = 4, 4, 6
 SEED = 0  # by which a micro-batch chooses experts that others do not
 EP2 = (2,), ("ep",)

@@ -27,7 +27,6 @@ from tests.support.scenarios import (
 )
 from tests.support.sharing import run_sharing
 
-pytestmark = pytest.mark.usefixtures("cached")
 EVEN, UNEVEN, ONE_ROW = [(2, 8), (2, 8)], [(2, 6), (3, 10)], [(1, 6), (3, 10)]
 FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 

@@ -69,9 +69,10 @@ def test_the_nearest_tests_run_first_and_every_test_once():
     from fault_sites import Fault
     from seeded_faults import READ_CODE, stages
 
-    near, broad, rest = (files for _, files in stages(Fault("moefx/passes/chunk.py", 1, "", 0, 0, "", "")))
+    (_, near), *others = stages(Fault("moefx/passes/chunk.py", 1, "", 0, 0, "", ""))
     assert near[0] == "tests/passes/test_chunk.py"
-    every = [*near, *broad, *rest]
+    assert [stage for stage, _ in others] == ["next", "broad", "rest"]
+    every = [*near, *(file for _, files in others for file in files)]
     assert len(every) == len(set(every)) == len(list(ROOT.glob("tests/**/test_*.py"))) - len(READ_CODE)
 
 

@@ -32,7 +32,6 @@ from tests.support.scenarios import (
 )
 from tests.support.sharing import run_sharing
 
-pytestmark = pytest.mark.usefixtures("cached")
 UNEVEN, EVEN = [(2, 6), (3, 10)], [(2, 8), (2, 8)]
 MP = ((2,), ("mp",))
 MP_EP = ((2, 2), ("mp", "ep"))

@@ -244,7 +244,8 @@ def fail_on_one(rank: int, world: int) -> str:
     return "compiled"
 
 
-def test_a_rank_that_fails_to_compile_fails_all():
+def test_a_rank_that_fails_to_compile_fails_all(monkeypatch):
+    monkeypatch.setenv("MOEFX_CACHE", "off")
     first, second = run_ranks(2, fail_on_one)
     assert "DivergenceError" in first, first
     assert "rank 1 of the mesh failed to compile" in first, first

@@ -17,8 +17,6 @@ from tests.support.ranks import one_rank, run_ranks
 from tests.support.routed_experts import ByPlace
 from tests.support.uncapturable import TOKENS, Branching, Deciding, Handed, Layers, simple
 
-pytestmark = pytest.mark.usefixtures("cached")
-
 
 def _one_differs(rank, world):
     model = simple()

@@ -30,8 +30,6 @@ from tests.support.parity import full
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import DP2_EP2, EP1, EP2, EP4, compiled_case
 
-pytestmark = pytest.mark.usefixtures("cached")
-
 
 def first_layer(model: nn.Module) -> None:
     model.layers = model.layers[:1]

@@ -17,9 +17,6 @@ from tests.support.parity import compare, outputs_of, parameters, routing
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, check_accumulation, check_training, reference_training, steps_of
 
-pytestmark = pytest.mark.usefixtures("cached")
-
-
 EP2_ESP2 = ((2, 2), ("ep", "esp"))
 ESP2 = ((2,), ("esp",))
 TOKENS = torch.arange(16).view(2, 8) + 3

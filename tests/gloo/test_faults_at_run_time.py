@@ -395,8 +395,9 @@ def fails_on_one(rank: int, world: int, steps, names: tuple[str, ...]) -> str:
     return "\n".join(str(each.message) for each in said if "left out" in str(each.message))
 
 
-def test_optional_passes_that_fail_on_one_rank_are_left_out_on_all():
+def test_optional_passes_that_fail_on_one_rank_are_left_out_on_all(monkeypatch):
     """One after the other: the second fails only when the first is gone."""
+    monkeypatch.setenv("MOEFX_CACHE", "off")
     said = run_ranks(2, fails_on_one, steps_of(LAYER, [[(2, 6), (2, 6)]]), ("chunk", "order"))
     assert said[0].splitlines() == [f"passes ['{name}'] failed on some rank and are left out on all"
                                     for name in ("chunk", "order")]  # fmt: skip
@@ -404,7 +405,8 @@ def test_optional_passes_that_fail_on_one_rank_are_left_out_on_all():
 
 
 @pytest.mark.parametrize("name", ["raise-loop", pytest.param("split-waits", marks=pytest.mark.full)])
-def test_a_required_pass_that_fails_on_one_rank_is_an_error_on_all(name):
+def test_a_required_pass_that_fails_on_one_rank_is_an_error_on_all(name, monkeypatch):
+    monkeypatch.setenv("MOEFX_CACHE", "off")
     first, second = run_ranks(2, fails_on_one, steps_of(LAYER, [[(2, 6), (2, 6)]]), (name,))
     assert "DivergenceError: rank 1 of the mesh failed to compile: RuntimeError: a bug of this pass" in first
     assert second == "RuntimeError: a bug of this pass"
@@ -431,7 +433,8 @@ def _registers_what_fails(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_an_extension_that_raises_on_one_rank_is_named_on_all():
+def test_an_extension_that_raises_on_one_rank_is_named_on_all(monkeypatch):
+    monkeypatch.setenv("MOEFX_CACHE", "off")
     (others_compile, others_run), (compiles, runs) = run_ranks(2, _registers_what_fails, timeout=120)
     assert compiles.startswith("ExtensionError: the scheduler 'lopsided' raised AttributeError: ")
     assert "DivergenceError: rank 1 of the mesh failed to compile: the scheduler 'lopsided' raised A" in others_compile

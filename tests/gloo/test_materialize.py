@@ -28,7 +28,6 @@ from tests.support.op_styles import StackedLoop
 from tests.support.parity import buffers, compare, full, outputs_of, parameters
 from tests.support.ranks import one_rank, run_ranks
 
-pytestmark = pytest.mark.usefixtures("cached")
 TOKENS = torch.arange(16).view(2, 8) + 3
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 STYLE = Loop(num_experts=7, bias=True, counting=True, correction=True, scores="sigmoid")

@@ -39,7 +39,6 @@ from tests.support.scenarios import (
     steps_of,
 )
 
-pytestmark = pytest.mark.usefixtures("cached")
 EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 6), (3, 10)]
 FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 

@@ -12,7 +12,6 @@ from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, EP4, check_steps
 from tests.support.scenarios import steps_of as steps
 
-pytestmark = pytest.mark.usefixtures("cached")
 EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 2), (3, 10)]  # one rank has fewer tokens than some have chunks
 NODES = {"ranks_per_node": 2}
 FULL = pytest.mark.full

@@ -21,9 +21,6 @@ from tests.support.parity import compare, outputs_of, parameters
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, check_training, compiled_case, reference_training
 
-pytestmark = pytest.mark.usefixtures("cached")
-
-
 MP2 = ((2,), ("mp",))
 MP2_EP2 = ((2, 2), ("mp", "ep"))
 

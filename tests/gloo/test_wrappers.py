@@ -21,7 +21,6 @@ from tests.support import trainers
 from tests.support.parity import full
 from tests.support.ranks import fake_world, one_rank, run_ranks
 
-pytestmark = pytest.mark.usefixtures("cached")
 ROWS = [row["input_ids"] for row in trainers.rows()[:8]]  # two a rank and micro-batch: one optimizer step
 
 

@@ -20,8 +20,6 @@ from tests.support import trainers
 from tests.support.parity import full
 from tests.support.ranks import fake_world, one_rank
 
-pytestmark = pytest.mark.usefixtures("cached")
-
 
 @contextmanager
 def compiled_alone():
