@@ -190,8 +190,8 @@ _add("loop-frozen", LanguageModel, Loop(bias=True, router_bias=True), frozen=(".
 
 
 def shallow(name: str) -> Case:
-    """`CASES[name]` with one layer of experts: it compiles in half the time, for tests that need no second layer. What is
-    tied or checkpointed stays as it is."""
+    """`CASES[name]` with one layer of experts: it compiles in half the time, for tests that need no second layer. What
+    is tied or checkpointed stays as it is."""
     case = CASES[name]
     if case.make.func is LanguageModel:
         if not case.make.keywords.keys() <= inspect.signature(OneLayer).parameters.keys():
