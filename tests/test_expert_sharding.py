@@ -48,7 +48,6 @@ def test_meshes(name, layout):
     run_sharing(world, check_steps, layout, case, steps_of(case, [shapes[:world]]))
 
 
-@pytest.mark.full  # with r, in tests/test_r.py, too
 def test_all_tokens_go_to_the_ranks_of_two_experts():
     case = replace(shallow("gpt_oss-grouped_mm"), edit=partial(skew, experts=[0, 1]))
     steps = steps_of(case, [UNEVEN * 2])
@@ -56,7 +55,6 @@ def test_all_tokens_go_to_the_ranks_of_two_experts():
     run_sharing(4, check_steps, EP_ESP, case, steps)
 
 
-@pytest.mark.full
 def test_most_experts_are_idle():
     case = shallow("loop-sigmoid")
     run_sharing(4, check_steps, EP_ESP, case, steps_of(case, [EVEN * 2], change=partial(one_token, token=7)))

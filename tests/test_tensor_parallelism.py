@@ -115,7 +115,6 @@ def test_several_forwards(check):
     run_sharing(4, check, MP_EP, case, steps_of(case, [UNEVEN, EVEN]))
 
 
-@pytest.mark.full
 def test_skewed_and_idle_experts():
     case = replace(shallow("gpt_oss-grouped_mm"), edit=partial(skew, experts=[0, 1]))
     run_sharing(4, check_steps, MP_EP, case, steps_of(case, [UNEVEN], change=partial(one_token, token=7)))

@@ -29,8 +29,8 @@ class Policy:
     """ahead: (loads [n, E], owners [E], (room, spare), costs, per_node) -> the plan of the next step, before it; None:
     nothing is planned then. in_call: plans behind the gate, see `after_gate.InCall`. Where both are, in_call corrects
     what was planned ahead. in_every_call: it plans in every region, else in those that the planner names. is_weighed:
-    in_call is told what the machine takes. even_if_equal: a step is planned again though loads hardly changed. bound:
-    the same with what other options say of it.
+    in_call is told what the machine takes. even_if_equal: a step is planned again though loads hardly changed.
+    needs_machine: it chooses by a machine alone. bound: the same with what other options say of it.
     """
 
     name: str

@@ -299,37 +299,31 @@ def test_what_the_forward_sets_is_set_in_every_call(kind):
 WHOLE_WAY = (Averages, WritesToItsInput, DrawsTensors, NotesElsewhere)
 
 
-@pytest.mark.filterwarnings("ignore:compiled block by block")
-@pytest.mark.parametrize(("kind", "why"), [
+CHANGES = [
     (Counts, "reads `count` and also sets it"), (Averages, "reads `last` and also sets it"),
     (SetsGlobal, "sets the global variable `CALLS`"),
     (Appends, "changes `seen`, a list that outlives it"), (Logs, "cannot be captured|changes `log`, a dict"),
     (HookThatAppends, "changes `seen`, a list"), (WritesToItsInput, "changes `seen`, a list"),
     (SetsNumber, "depends on values of tensors"),
     (Draws, "would be the same in every call"), (DrawsNumpyOwn, "."), (DrawsTensors, "."), (NotesElsewhere, "."),
-])  # fmt: skip
-def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why, monkeypatch, pytestconfig):
-    if kind not in WHOLE_WAY and not pytestconfig.getoption("--full"):
-        refused_as_a_whole(kind, why, monkeypatch)
-        return
+]  # fmt: skip
+DRAWS = [
+    (DrawsOwn, "."), (DrawsNumpy, "."), (DrawsItems, "."), (DrawsGenerated, "."),
+    (DrawsCount, "the iterator `items`|__next__"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+@pytest.mark.parametrize(("kind", "why"), some([*CHANGES, *DRAWS], *WHOLE_WAY))
+def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):
     compiled = compared(kind)
     assert compiled._by_block is not None
     with pytest.raises(moefx.errors.CaptureError, match=why):
         raise compiled._by_block.why
 
 
-@pytest.mark.parametrize(("kind", "why"), [
-    (DrawsOwn, "."), (DrawsNumpy, "."), (DrawsItems, "."), (DrawsGenerated, "."),
-    (DrawsCount, "the iterator `items`|__next__"),
-])  # fmt: skip
-def test_so_does_one_that_draws_in_another_way(kind, why, monkeypatch, pytestconfig):
-    """By block they run as those above do."""
-    if pytestconfig.getoption("--full"):
-        assert compared(kind)._by_block is not None
-    refused_as_a_whole(kind, why, monkeypatch)
-
-
-def refused_as_a_whole(kind, why, monkeypatch) -> None:
+@pytest.mark.parametrize(("kind", "why"), [each for each in (*CHANGES, *DRAWS) if each[0] not in WHOLE_WAY])
+def test_as_a_whole_it_is_refused(kind, why, monkeypatch):
     def refused(self, error, *call):
         raise error
 

@@ -3,7 +3,8 @@
 from moefx.options.declare import NUMBER, Allowed, option, or_none
 
 VALUES = {"placement": {"llep": "ranks above their capacity give rows of busy experts to the least loaded ones"}}
-_FACTOR = Allowed(lambda v: isinstance(v, (int, float)) and 1 <= v < float("inf"), "a number from 1 on")
+_FACTOR = Allowed(lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 1 <= v < float("inf"),
+                  "a number from 1 on")
 
 FIELDS = {"placement": {
     "llep_capacity": option(1.1, _FACTOR, """
