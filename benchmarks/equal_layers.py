@@ -4,8 +4,8 @@
     python benchmarks/equal_layers.py mixtral    what is named; prints
 
 Three layers of every family of coverage.py, tiny, of every hand-written style of the tests, and of Qwen3-MoE in other
-settings. Each is compiled once as rank 0 of a fake world with two experts' ranks (unless the setting says otherwise),
-and its placed graph is differentiated both ways: here two equal layers are enough, where moefx wants three. "same":
+settings. Each is compiled twice as rank 0 of a fake world with two experts' ranks (unless the setting says otherwise):
+with equal layers once (here two are enough, where moefx wants three), and with MOEFX_LAYERS=0. "same":
 forward and backward hold the same operations of the same operands, to the bit, whatever the order of independent ones
 and the names of values (analysis/checking/same.py).
 """
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import sys
 import warnings
 from contextlib import closing
@@ -35,6 +36,7 @@ import moefx  # noqa: E402
 from benchmarks.coverage import commit  # noqa: E402
 from moefx.analysis.checking.same import difference  # noqa: E402
 from moefx.analysis.kinds import Kinds  # noqa: E402
+from moefx.capture import regions  # noqa: E402
 from moefx.compiler import pipeline  # noqa: E402
 from tests.support.block_styles import BLOCK_STYLES  # noqa: E402
 from tests.support.families import case_of, families  # noqa: E402
@@ -76,30 +78,45 @@ class Compared(Exception):
 
 @dataclass
 class Found:
-    """once: how many layers are differentiated once per kind, and of how many kinds; alone and skipped: reasons."""
+    """once: how many layers are differentiated once per kind, and of how many kinds; folded: how many were recognised
+    once per kind; reasons: why others were not."""
 
     kinds: int = 0
+    folded: int = 0
     once: int = 0
     reasons: list[str] = field(default_factory=list)
     differs: str | None = "not compared"
 
 
 def compared(case: Case, axes: dict[str, int], options: dict[str, Any]) -> Found:
-    """Compiles with equal layers once, and one by one beside."""
+    """Compiles with equal layers once, and one by one."""
     found = Found()
-    plain = pipeline.differentiated
+    step, pipe, (result, equal) = compiled(case, axes, options, "1")
+    whole, _, _ = compiled(case, axes, options, "0")
+    found.differs = difference(step, whole) or difference(whole, step)
+    once = {change.removesuffix(": differentiated once") for change in result.changes if "once" in change}
+    done = [kind for kind in equal.found if str(kind) in once]
+    found.kinds, found.once = len(done), sum(len(kind.blocks) for kind in done)
+    folds = [record for record in pipe.records if record.name == "fold-layers"]
+    found.folded = sum(map(int, re.findall(r"(\d+) equal layers", " ".join(folds[-1].changes)))) if folds else 0
+    skipped = [each for record in folds[-1:] for each in record.skipped]
+    found.reasons = [f"{what}: {why}" for what, why in (*equal.alone.items(), *skipped, *result.skipped)]
+    return found
 
-    def both(gm: Any, ctx: Any, result: Any, equal: Any) -> Any:
-        step = plain(gm, ctx, result, equal)
-        whole = plain(gm, ctx)
-        found.differs = difference(step, whole) or difference(whole, step)
-        once = {change.removesuffix(": differentiated once") for change in result.changes if "once" in change}
-        done = [kind for kind in equal.found if str(kind) in once]
-        found.kinds, found.once = len(done), sum(len(kind.blocks) for kind in done)
-        found.reasons = [f"{what}: {why}" for what, why in (*equal.alone.items(), *result.skipped)]
+
+def compiled(case: Case, axes: dict[str, int], options: dict[str, Any], once: str) -> Any:
+    """Forward and backward, the pipeline that made them, and what differentiation said."""
+    found, said = [], []
+    plain, run = pipeline.differentiated, pipeline.Pipeline.run
+
+    def differentiated(gm: Any, ctx: Any, result: Any, equal: Any) -> Any:
+        said.append((result, equal))
+        found.append(plain(gm, ctx, result, equal))
         raise Compared
 
-    with (mock.patch.object(pipeline, "differentiated", both), mock.patch.dict(os.environ, MOEFX_LAYERS="1"),
+    with (mock.patch.object(pipeline, "differentiated", differentiated), mock.patch.dict(os.environ, MOEFX_LAYERS=once),
+          mock.patch.object(pipeline.Pipeline, "run", lambda self, gm: (found.append(self), run(self, gm))[1]),
+          mock.patch.object(regions, "captured", return_value=None),  # inputs in one order
           mock.patch.object(Kinds, "several", partialmethod(Kinds.several, 2)),
           fake_world(math.prod(axes.values())), warnings.catch_warnings()):  # fmt: skip
         warnings.simplefilter("ignore")
@@ -107,7 +124,8 @@ def compared(case: Case, axes: dict[str, int], options: dict[str, Any]) -> Found
         with (closing(moefx.compile(case.build(), mesh, verify=0, **options)) as model,
               contextlib.suppress(Compared)):  # fmt: skip
             model.prepare(**case.batch(0))
-    return found
+    pipe, step = found[-2:]
+    return step, pipe, said[-1]
 
 
 def contestants() -> dict[str, tuple[Case, dict[str, int], dict[str, Any]]]:
@@ -123,10 +141,10 @@ def row(name: str, case: Case, axes: dict[str, int], options: dict[str, Any]) ->
         found = compared(case, axes, options)
     except Exception as error:
         text = str(error).splitlines()[0] if str(error) else ""
-        return f"| {name} | | | {type(error).__name__}: {text[:120]} |", False, None
+        return f"| {name} | | | | {type(error).__name__}: {text[:120]} |", False, None
     same = "yes" if found.differs is None else f"no: {found.differs}"
     why = "; ".join(found.reasons)
-    return f"| {name} | {found.once} of {found.kinds} | {same} | {why} |", found.differs is None, found
+    return f"| {name} | {found.folded} | {found.once} of {found.kinds} | {same} | {why} |", found.differs is None, found
 
 
 def main() -> None:
@@ -147,7 +165,8 @@ def main() -> None:
             same += is_same
             once += found is not None and found.once > 0
     counted = f"Of {len(rows)}, {same} give the same programs; in {once} there are layers that are differentiated once."
-    head = [counted, "", "| model | layers of kinds | same | the others |", "|---|---|---|---|"]  # fmt: skip
+    head = [counted, "", "| model | recognised once | differentiated once, of kinds | same | the others |",
+            "|---|---|---|---|---|"]  # fmt: skip
     if not chosen:
         begin = f"# Equal layers once\n\n{__doc__}\ntorch {torch.__version__}, at {commit()}.\n\n"
         RESULTS.write_text(begin + "\n".join((*head, *rows)) + "\n")

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.ir import edit
 from moefx.ir.describe import layer_of, module_path
 from moefx.ir.forms import Writer, function
 from moefx.ir.names import called
@@ -129,13 +131,18 @@ def _shared(spans: Any) -> set[Node]:
     block_of = {node: place for place, span in enumerate(spans) for node in span}
     written = {storage(node.args[0]) for node in block_of if writes(node) and isinstance(node.args[0], Node)} - {None}
     found: set[Node] = set()
+    sizes: set[Node] = set()  # what they are computed of may stand in this block alone
     for node, place in block_of.items():
         if any(node in span for span in turning) or any(storage(each) in written for each in node.all_input_nodes):
             continue
-        if node.all_input_nodes and any(block_of.get(user, place) != place for user in node.users) and all(
-                each not in block_of or each in found for each in node.all_input_nodes):  # fmt: skip
-            found.add(node)
-    return found
+        if node.all_input_nodes and all(
+            each not in block_of or each in found or each in sizes for each in node.all_input_nodes
+        ):
+            if any(block_of.get(user, place) != place for user in node.users):
+                found.add(node)
+            elif isinstance(value(node), torch.SymInt):
+                sizes.add(node)
+    return edit.ancestors(found, stop=lambda node: node not in sizes | found) & (sizes | found)
 
 
 # ---- what a block is

@@ -38,6 +38,7 @@ from moefx.passes import (
     dense_mixtures,
     differentiate,
     expand_transport,
+    fold_layers,
     gather_experts,
     gather_tokens,
     group_keys,
@@ -68,6 +69,7 @@ from moefx.passes import (
     split_waits,
     stack_weights,
     sum_statistics,
+    unfold_layers,
     unstack_experts,
     weigh_inside,
     zero_experts,
@@ -115,6 +117,8 @@ place_experts = Pass("place-experts", _in_turn(PLACING), Level.MOE, Level.PLACED
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
+    Pass("fold-layers", fold_layers.run, Level.CAPTURED, Level.CAPTURED, optional=True,
+         needs="unfold-layers"),
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
     Pass("ask-kernels", ask_kernels.run, Level.CAPTURED, Level.CAPTURED, optional=True),
     Pass("stack-weights", stack_weights.run, Level.CAPTURED, Level.CAPTURED),
@@ -130,6 +134,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
+    Pass("unfold-layers", unfold_layers.run, Level.MOE, Level.MOE, optional=True, valued=True),
     Pass("weigh-inside", weigh_inside.run, Level.MOE, Level.MOE, optional=True),
     Pass("split-batch", split_batch.run, Level.MOE, Level.MOE),
     Pass("split-tokens", split_tokens.run, Level.MOE, Level.MOE),
@@ -184,7 +189,9 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
 
 def _name_equal_layers(error: MoefxError, gm: GraphModule) -> None:
     """Let an error say once where it is in this layer and in later ones: "at: layers.3 to 47.mlp at model.py:41"."""
-    places = list(dict.fromkeys(map(edit.place, gm.graph.nodes)))
+    nodes = (each for node in gm.graph.nodes
+             for each in (node.meta["layer"][1].nodes if "layer" in node.meta else (node,)))  # fmt: skip
+    places = list(dict.fromkeys(map(edit.place, nodes)))
     if error.where in places:
         places = places[places.index(error.where) :]
         equal = alike.groups(places)[0]
@@ -255,7 +262,7 @@ class Pipeline:
     def _apply(
         self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None], step: StepGraphs | None = None
     ) -> None:
-        if entry.name in self.skip:
+        if not self.skip.isdisjoint({entry.name, entry.needs}):
             return
         start = time.perf_counter()
         total = PassResult()
@@ -265,7 +272,9 @@ class Pipeline:
                 total.changes += result.changes
                 total.skipped += result.skipped
             seconds = time.perf_counter() - start
-            if entry in whole() and total.changes:
+            if entry.valued:
+                self.values.learn(graphs["graph"], copied=True)
+            elif entry in whole() and total.changes:
                 refresh(graphs["graph"], self.ctx, self.values)
             check(entry)
         except Exception as error:

@@ -87,11 +87,12 @@ class Values:
         self._runs: dict[Node, _Run] = {}
         self.results = Results()
 
-    def learn(self, gm: GraphModule) -> None:
-        """What a graph holds is true; whether ops take sizes that depend on data is left to a run of them."""
+    def learn(self, gm: GraphModule, *, copied: bool = False) -> None:
+        """What a graph holds is true; whether ops take sizes that depend on data is left to a run of them, unless nodes
+        are copies of such as ran."""
         for node in gm.graph.nodes:
             inputs = [value(each) for each in node.all_input_nodes]
-            if _is_plain(node, inputs) and not any(map(free_unbacked_symbols, inputs)):
+            if _is_plain(node, inputs) and (copied or not any(map(free_unbacked_symbols, inputs))):
                 self._runs[node] = _Run.of(node, inputs)
 
     def note(self, node: Node, inputs: list[Any]) -> None:

@@ -6,7 +6,8 @@ from the token side is marked `enter_experts`, what leaves it `leave_experts`, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from moefx.ir.ops import regions as markers
 from moefx.ir.writes import writes
 
 _TAG = "moefx_region"
+_MARKERS = (markers.enter_experts, markers.leave_experts, markers.expert_parameter)
+_NAMED = re.compile(r"r(\d+)_(.*?)(_\d+)?$")
 
 
 def region_of(node: Node) -> int | None:
@@ -71,6 +74,28 @@ def next_region(gm: GraphModule) -> int:
     """The first number that no region of the graph has."""
     used = [n.args[-1] for n in gm.graph.find_nodes(op="call_function", target=markers.enter_experts)]
     return max(used, default=-1) + 1
+
+
+def marked(node: Node) -> int | None:
+    """The number of the region that a marker belongs to; None: it is none."""
+    return node.args[-1] if node.target in _MARKERS else None
+
+
+def renumber(nodes: Iterable[Node], numbers: Mapping[int, int]) -> None:
+    """Give regions other numbers, in markers and in names. Values keep theirs where nobody says another one."""
+    for node in nodes:
+        number = marked(node)
+        if number in numbers:
+            node.args = (*node.args[:-1], numbers[number])
+        named = _NAMED.match(node.name)
+        if named and int(named[1]) in numbers:
+            node._rename(f"r{numbers[int(named[1])]}_{named[2]}")
+
+
+def number(gm: GraphModule) -> None:
+    """Number regions in the order of the graph."""
+    found = dict.fromkeys(n.args[-1] for n in gm.graph.nodes if n.target is markers.enter_experts)
+    renumber(gm.graph.nodes, {old: new for new, old in enumerate(found) if old != new})
 
 
 def hull(core: Iterable[Node]) -> set[Node]:

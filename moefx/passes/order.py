@@ -209,10 +209,14 @@ class _AsWritten:
     def _needed(self, target: Node) -> list[Node]:
         """In order: the node, what it depends on, what draws random numbers before any of these, and what must be gone
         before."""
-        found = edit.ancestors([target])
-        while earlier := {each for n in found for each in self.behind.get(n, ())} - found:
-            found |= edit.ancestors(earlier)
+        found = self._ancestors([target])
+        while earlier := {each for n in found for each in self.behind.get(n, ())} - found - self.done:
+            found |= self._ancestors(earlier)
         return self._sorted(n for n in found if n in self.index and n not in self.done)
+
+    def _ancestors(self, nodes: Iterable[Node]) -> set[Node]:
+        """The nodes and what they depend on, as far as it is not done."""
+        return edit.ancestors(nodes, stop=self.done.__contains__)
 
     def _sorted(self, nodes: Iterable[Node]) -> list[Node]:
         """In the order written, but behind what must be gone before."""
@@ -235,7 +239,7 @@ class _AsWritten:
     def _last_inner_matmul(self, needed: list[Node]) -> int | None:
         """Place of the last grouped matmul that another grouped matmul of `needed` depends on."""
         matmuls = list(filter(_multiplies_rows, needed))
-        inner = [n for n in matmuls if any(n in edit.ancestors([m]) for m in matmuls if m is not n)]
+        inner = [n for n in matmuls if any(n in self._ancestors([m]) for m in matmuls if m is not n)]
         return self.index[inner[-1]] + 1 if inner else None
 
     def _emit_before(self, node: Node) -> None:

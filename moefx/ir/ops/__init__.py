@@ -7,6 +7,7 @@ from moefx.ir.ops import (
     exchange,
     experts,
     gathers,
+    layers,
     order,
     parameters,
     placement,
@@ -20,6 +21,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "order",
+__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "layers", "materialize", "order",
            "parameters", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip
