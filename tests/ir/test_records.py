@@ -26,7 +26,7 @@ MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
     "analysis/recognition/one_hots.py",
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
-    "passes/gather_experts.py", "passes/chunk.py", "passes/fold_layers.py", "passes/unfold_layers.py",
+    "passes/gather_experts.py", "passes/chunk.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/expand_transport.py", "features/saa/phase_returns.py",
     "passes/place_parameters.py", "passes/place_regions.py",
@@ -34,7 +34,7 @@ MAKERS = {
     "passes/sum_statistics.py", "passes/weigh_inside.py", "features/dedup/dedup_nodes.py", "features/dedup/place.py",
     "model/moves.py",  # asks whether a program takes its experts' part of whole weights
 }  # fmt: skip
-# Who makes the markers of a region, or reads its form between them.
+# Who makes markers, or reads the form of a region between its.
 OF_REGIONS = {
     *(f"analysis/recognition/{name}.py" for name in ("expert_buffers", "kept_whole", "routings", "structure")),
     "analysis/sharding/dense_dims.py", "analysis/sharding/hidden_dims.py",
@@ -46,7 +46,8 @@ OF_REGIONS = {
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
-                                       "weigh_inside", "assign_slots", "gather_experts")),
+                                       "weigh_inside", "assign_slots", "gather_experts", "fold_layers",
+                                       "unfold_layers")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
