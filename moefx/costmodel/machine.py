@@ -99,6 +99,14 @@ class Machine:
             )
         return self.collectives[key]
 
+    @property
+    def bucket_bytes(self) -> float | None:
+        """How many bytes of gradients an all-reduce is worth beginning for: over its slowest link, beginning takes a
+        ninth of its time then. None: no time of it is known."""
+        ends = [curve.segments[-1] for (kind, _, _), curve in self.collectives.items() if kind == "all_reduce"]
+        found = [8 * end.alpha_s / end.beta_s_per_byte for end in ends if end.beta_s_per_byte > 0]
+        return max(found, default=None)
+
     def gemm_model(self, dtype: str) -> GemmModel:
         """Of a dtype that was not measured, times of the one whose numbers are nearest in size."""
         if not self.gemm:

@@ -106,6 +106,8 @@ class CompiledModule(Valued):
         spec.token_dims(options.parallel.r or 0)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.debug.timeout_s), root=spec.root,
                           placement=policies.chosen(options.placement))  # fmt: skip
+        if machine is not None and machine.bucket_bytes is not None:
+            session.bucket_bytes = machine.bucket_bytes
         mesh = session.root_mesh(mesh, cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)

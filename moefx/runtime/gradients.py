@@ -2,9 +2,14 @@
 
 Inside `no_sync()` nothing is communicated: gradients add up here. The next synchronising backward adds what waits to
 its own gradient before it is reduced, so every micro-step is communicated once.
+
+Small gradients travel together (`Buckets`), as those of torch's DDP do: a collective takes longer to begin than they
+take to be sent.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -77,10 +82,98 @@ class GradientBuffers:
         self._chosen.clear()
 
 
+class Bucket:
+    """Gradients that go the same way in one all-reduce, which begins when they are enough, or somebody waits."""
+
+    def __init__(self, session: Session, axes: tuple[str, ...], scale: float) -> None:
+        self.session, self.axes, self.scale = session, axes, scale
+        self.names: list[str] = []
+        self.nbytes = 0
+        self._grads: list[Tensor] = []
+        self._handle: Handle[Tensor] | None = None
+        self._callbacks: list[Callable[[], object]] = []
+        self._totals: list[Tensor | None] = []
+
+    def add(self, name: str, grad: Tensor) -> int:
+        """Returns its place."""
+        self.names.append(name)
+        self._grads.append(grad)
+        self.nbytes += grad.nbytes
+        return len(self.names) - 1
+
+    def send(self) -> None:
+        if self._handle is not None:
+            return
+        flat = torch.cat([grad.flatten() for grad in self._grads])
+        name = self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} more"
+        self._handle = all_reduce_start(self.session, flat, axes=self.axes, scale=self.scale, name=name, owned=True)
+        for callback in self._callbacks:
+            self._handle.on_done(callback)
+
+    def on_done(self, callback: Callable[[], object]) -> bool:
+        """As that of a handle; it may not have begun."""
+        if self._handle is not None:
+            return self._handle.on_done(callback)
+        self._callbacks.append(callback)
+        return True
+
+    def total(self, place: int) -> Tensor:
+        """The sum of the gradient at this place, a part of the bucket's memory; once."""
+        if self._grads:
+            sizes = [grad.numel() for grad in self._grads]
+            totals = self._handle.wait().split(sizes)
+            self._totals = [total.view(grad.shape) for total, grad in zip(totals, self._grads)]
+            self._grads = []
+        total, self._totals[place] = self._totals[place], None
+        return total
+
+
+class _InBucket(Handle[Tensor]):
+    """Of one gradient in a bucket."""
+
+    __slots__ = ("_bucket",)
+
+    def __init__(self, bucket: Bucket, place: int, send: Callable[[], None]) -> None:
+        def finish() -> Tensor:
+            send()
+            return bucket.total(place)
+
+        super().__init__(bucket.session, f"gradient of {bucket.names[place]}", bucket.axes, finish)
+        self._bucket = bucket
+
+    def on_done(self, callback: Callable[[], object]) -> bool:
+        return self._bucket.on_done(callback)
+
+
+class Buckets:
+    """The buckets of one backward that are not sent yet. All ranks fill and send them in the order of the program."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple, Bucket] = {}
+
+    def start(self, session: Session, way: Way, grad: Tensor, owned: bool) -> Handle[Tensor]:
+        """Begin the all-reduce of a gradient, or put it to others."""
+        name, axes, scale = way
+        if grad.nbytes >= session.bucket_bytes or session.size(axes) == 1:
+            return _start(session, way, grad, owned)
+        key = axes, scale, grad.dtype, grad.device
+        bucket = self._open.setdefault(key, Bucket(session, axes, scale))
+        place = bucket.add(name, grad if owned else grad.clone())
+        if bucket.nbytes >= session.bucket_bytes:
+            self._open.pop(key).send()
+        return _InBucket(bucket, place, self.send)
+
+    def send(self) -> None:
+        """Whoever waits for one waits for all soon."""
+        for key in list(self._open):
+            self._open.pop(key).send()
+
+
 def reduce_gradient_start(
     session: Session, step, grad: Tensor, *, axes: tuple[str, ...], scale: float, name: str, owned: bool
 ) -> Handle[Tensor | None]:
-    """Begin `scale * sum over the ranks of axes` of a gradient and of what waits to go the same way.
+    """Begin `scale * sum over the ranks of axes` of a gradient and of what waits to go the same way, or put it into a
+    bucket that begins later.
 
     In an unsynchronised step the gradient is put aside and the handle gives None.
     """
@@ -91,7 +184,7 @@ def reduce_gradient_start(
     waiting = buffers.take((name, axes, scale))
     if waiting is not None:
         grad, owned = waiting.add_(grad), True
-    return _start(session, (name, axes, scale), grad, owned)
+    return step.buckets.start(session, (name, axes, scale), grad, owned)
 
 
 def _start(session: Session, way: Way, grad: Tensor, owned: bool) -> Handle[Tensor]:
@@ -106,8 +199,9 @@ def _start(session: Session, way: Way, grad: Tensor, owned: bool) -> Handle[Tens
 
 
 def reduce_waiting(session: Session, buffers: GradientBuffers) -> dict[str, Tensor]:
-    """Reduce what still waits, parameter by parameter: gradients that the synchronising step did not touch itself."""
-    handles = [(way[0], _start(session, way, buffers.take(way), True)) for way in buffers.ways()]
+    """Reduce what still waits: gradients that the synchronising step did not touch itself."""
+    buckets = Buckets()
+    handles = [(way[0], buckets.start(session, way, buffers.take(way), True)) for way in buffers.ways()]
     totals: dict[str, Tensor] = {}
     for name, handle in handles:
         total = handle.wait()

@@ -61,9 +61,10 @@ _root_meshes: dict[MeshView, tuple[DeviceMesh, GroupSet]] = {}
 
 
 class OnMesh:
-    """A rank's place on the mesh `view`."""
+    """A rank's place on the mesh `view`. bucket_bytes: gradients of fewer share a collective until they are as many."""
 
     view: MeshView
+    bucket_bytes: float = 2**22  # 4 MiB take some 20 times as long as a collective takes to begin, on NVLink as by TCP
 
     def size(self, axes: Axes) -> int:
         """Number of ranks along `axes`."""
