@@ -36,12 +36,13 @@ from moefx.options import by_kinds
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    now: dict[Node, Node] = {}  # what layers gave: what is read in its place
     for kind in kinds.find(gm).several().found if by_kinds() else ():
         reason = _why_not(kind, _written(gm, kind))
         if reason:
             result.skipped.append((str(kind), f"looked at one by one: {reason}"))
         else:
-            _fold(kind)
+            _fold(kind, now)
             result.changed(f"{kind}: the first stands for all")
     return result
 
@@ -88,14 +89,17 @@ def _is_parameter(node: Node) -> bool:
     return getattr(node.meta.get("moefx"), "kind", None) == "param"
 
 
-def _fold(kind: Kind) -> None:
+def _fold(kind: Kind, now: dict[Node, Node]) -> None:
     first, *others = kind.blocks
     mine = {*first.nodes}
+    read = [now.get(node, node) for node in first.inputs]
     read = [node if node.op == "placeholder" or not isinstance(value(node), Tensor)
-            else _edge(node, min(node.users.keys() & mine), mine) for node in first.inputs]  # fmt: skip
-    now = {first.nodes[place]: _edge(first.nodes[place], first.nodes[-1].next, first.nodes[place].users.keys() - mine)
-           for place in kind.gives}  # fmt: skip
-    given = [*now.values()]
+            else _edge(node, min(node.users.keys() & mine), mine) for node in read]  # fmt: skip
+    given = []
+    for place in kind.gives:
+        node = first.nodes[place]
+        given.append(_edge(node, first.nodes[-1].next, node.users.keys() - mine))
+        now[node] = given[-1]
     for block in others:
         now |= _replace(block, kind.gives, given, read, [now.get(node, node) for node in block.inputs], first)
 

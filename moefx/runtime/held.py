@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -26,13 +27,15 @@ class Holder:
     def __init__(self) -> None:
         self._held: dict[type, Any] = {}
         self._is_closed = False
+        self._making = threading.RLock()  # two of a kind would each have threads and memory of their own
 
     def of(self, kind: type[T], make: Callable[[], T]) -> T:
-        if kind not in self._held:
-            if self._is_closed:
-                raise UnsupportedUse("The session is closed.", hint="compile again")
-            self._held.setdefault(kind, make())  # of several threads that ask at once all get one
-        return self._held[kind]
+        with self._making:
+            if kind not in self._held:
+                if self._is_closed:
+                    raise UnsupportedUse("The session is closed.", hint="compile again")
+                self._held[kind] = make()
+            return self._held[kind]
 
     def close(self) -> None:
         self._is_closed = True

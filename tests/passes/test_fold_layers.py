@@ -190,6 +190,21 @@ def test_unfolded_layers_compute_the_same(ends, gives):
     assert_same_meaning(before, gm)
 
 
+@pytest.mark.parametrize("turns", ["abababab", "aaabbbab", "abcabcabc"])
+def test_kinds_that_take_turns(turns):
+    bodies = {"a": PLAIN, "b": PLAIN.replace("silu", "gelu"), "c": PLAIN.replace("+", "*")}
+    weights = "".join(f', w{n}: "f32[16, 16]"' for n in range(len(turns) + 1))
+    text = "".join(unpacked(bodies[kind]).format(n=n, i=n - 1) for n, kind in enumerate(turns, 1))
+    gm, ctx = read(f'def graph(xs: "f32[s0, 16]"{weights}):\n    h0 = F.linear(xs, w0)\n{text}'
+                   f"    return (h{len(turns)},)\n")  # fmt: skip
+    before = copy_of(gm)
+    run(gm, ctx, fold_layers)
+    assert len(calls(gm, layer_again)) == sum(turns.count(kind) - 1 for kind in set(turns))
+    run(gm, ctx, unfold_layers)
+    assert_same_meaning(before, gm)
+    assert [node.target for node in gm.graph.nodes] == [node.target for node in before.graph.nodes]
+
+
 def test_experts_of_all_layers_are_raised_as_those_of_the_first():
     folded, flat = read(layers(3, MIXTURE)), read(layers(3, MIXTURE))
     before = copy_of(folded[0])
