@@ -24,7 +24,7 @@ from moefx.ir import edit
 from moefx.ir.describe import layer_of, module_path
 from moefx.ir.forms import Writer, function
 from moefx.ir.names import called
-from moefx.ir.op import input_numbers, value
+from moefx.ir.op import NUMBERS, input_numbers, value
 from moefx.ir.regions import region_of
 from moefx.ir.writes import storage, writes
 
@@ -140,7 +140,7 @@ def _shared(spans: Any) -> set[Node]:
         ):
             if any(block_of.get(user, place) != place for user in node.users):
                 found.add(node)
-            elif isinstance(value(node), torch.SymInt):
+            elif isinstance(value(node), NUMBERS):
                 sizes.add(node)
     return edit.ancestors(found, stop=lambda node: node not in sizes | found) & (sizes | found)
 
@@ -172,6 +172,8 @@ class _Reader:
 
     def _line(self, node: Node) -> str:
         args, numbered = list(node.args), input_numbers(node)
+        if node.target is torch.ops.aten._assert_scalar.default:
+            del args[1]  # what it says names sizes and nodes
         for place, numbers in numbered.items():
             args[place] = [f"input {self.numbers.setdefault(each, len(self.numbers))}" for each in numbers]
         how = self.writer.arguments(tuple(args), dict(node.kwargs), self._name)

@@ -24,7 +24,7 @@ from moefx import _torch_compat as compat
 from moefx.capture.no_trace import kept
 from moefx.ir import edit
 from moefx.ir.copies import Fakes
-from moefx.ir.op import expr, value
+from moefx.ir.op import NUMBERS, expr, value
 
 log = logging.getLogger("moefx")
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -202,7 +202,7 @@ def _only_reads(node: Node) -> bool:
     if node.target is operator.getitem and isinstance(value(node.args[0]), (tuple, list)):
         return True
     return node.target in ("size", torch.ops.aten.sym_size.int) or (
-        node.op == "call_function" and isinstance(value(node), (int, torch.SymInt, torch.SymBool))
+        node.op == "call_function" and isinstance(value(node), NUMBERS)
         and not any(isinstance(value(each), Tensor) for each in node.all_input_nodes))  # fmt: skip
 
 

@@ -17,9 +17,8 @@ from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
 from moefx.ir.names import called, op_name
-from moefx.ir.op import expr, value
+from moefx.ir.op import NUMBERS, expr, value
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 Shapes = tuple[tuple[sympy.Expr, ...] | None, ...]
 
 
@@ -101,7 +100,7 @@ class _Recorder:
     def _shape(self, found: Any) -> Any:
         if isinstance(found, Tensor):
             return str(found.dtype), tuple(map(self._size, found.shape))
-        if isinstance(found, _NUMBERS):
+        if isinstance(found, NUMBERS):
             return self._size(found)
         if isinstance(found, (tuple, list)):
             return tuple(map(self._shape, found))
@@ -125,13 +124,13 @@ class _Recorder:
             return tuple((name, self._argument(each)) for name, each in given.items())
         if isinstance(given, (tuple, list)):
             return tuple(map(self._argument, given))
-        if isinstance(given, _NUMBERS):
+        if isinstance(given, NUMBERS):
             return self._size(given)
         return given if given is None or isinstance(given, (str, torch.dtype, torch.device)) else type(given).__name__
 
 
 def _is_number(found: Any) -> bool:
-    return isinstance(found, _NUMBERS) or (isinstance(found, (tuple, list)) and all(map(_is_number, found)))
+    return isinstance(found, NUMBERS) or (isinstance(found, (tuple, list)) and all(map(_is_number, found)))
 
 
 def _is_check(node: Node) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
-_NUMBERS = ("param", "inputs", "index")  # arguments that are numbers of the program's inputs
+_OF_INPUTS = ("param", "inputs", "index")  # arguments that are numbers of the program's inputs
 LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner")
 
 
@@ -316,6 +316,9 @@ def lookup(node: Node) -> OpDef | None:
     return REGISTRY.get(node.target) if node.op == "call_function" else None
 
 
+NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)  # that values on the host may be
+
+
 def value(node: Any) -> Any:
     """The fake value of a node (or the constant itself)."""
     if not isinstance(node, Node):
@@ -389,6 +392,6 @@ def input_numbers(node: Node) -> dict[int, tuple[int, ...]]:
         return {}
     is_op = isinstance(node.target, OpOverload)
     names = [each.name for each in node.target._schema.arguments] if is_op else node.target.__code__.co_varnames
-    places = [names.index(name) for name in _NUMBERS if name in names[: len(node.args)]]
+    places = [names.index(name) for name in _OF_INPUTS if name in names[: len(node.args)]]
     found = {place: node.args[place] for place in places if isinstance(node.args[place], (int, list, tuple))}
     return {place: (given,) if isinstance(given, int) else tuple(given) for place, given in found.items()}

@@ -28,7 +28,7 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, regions
 from moefx.ir.copies import Copies, Fakes
 from moefx.ir.forms import data_symbols
-from moefx.ir.op import expr, value
+from moefx.ir.op import NUMBERS, expr, value
 from moefx.ir.ops.layers import layer_again, layer_edge
 
 
@@ -43,7 +43,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         for again in agains:
             _write_out(gm, again, body, sizes, ctx)
         edit.erase_unused(node for node in edit.ancestors(read)
-                          if node.op != "placeholder" and isinstance(value(node), torch.SymInt))  # fmt: skip
+                          if node.op != "placeholder" and isinstance(value(node), NUMBERS))  # fmt: skip
         result.changed(f"{len(agains)} layers as {first.path}")
     for edge in gm.graph.find_nodes(op="call_function", target=layer_edge):
         edge.replace_all_uses_with(edge.args[0])

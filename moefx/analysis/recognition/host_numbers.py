@@ -10,10 +10,9 @@ from torch.fx import GraphModule, Node
 
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import value
+from moefx.ir.op import NUMBERS, value
 
 _CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
-_NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
 
 def is_check(node: Node) -> bool:
@@ -38,7 +37,7 @@ def is_number(node: Node) -> bool:
 
 
 def _are_numbers(found: Any) -> bool:
-    return all(map(_are_numbers, found)) if isinstance(found, (list, tuple)) else isinstance(found, _NUMBERS)
+    return all(map(_are_numbers, found)) if isinstance(found, (list, tuple)) else isinstance(found, NUMBERS)
 
 
 def count_picked(gm: GraphModule) -> list[str]:
