@@ -144,6 +144,7 @@ class Feature:
         passes      of its own, and their places
         rules       of the verifier (`ir.rules.Rule`), behind those of the core
         rings       (Options) -> `Decisions.rings`
+        homes       (Options) -> for how many even shares of experts' homes a rank has room
     Choosing
         axes        options that `plan` tells of and searches
         nesting     an all-to-all, see Nesting
@@ -155,7 +156,7 @@ class Feature:
                     {region: its candidate}) -> `planning.restoring.Restoring`
     Training
         chooses     (Options) -> whether choices change from call to call
-        follow      (CompiledModule) -> its Follower
+        follow      (CompiledModule) -> its Follower; None: nobody follows it
     """
 
     name: str
@@ -166,6 +167,7 @@ class Feature:
     passes: tuple[Insertion, ...] = ()
     rules: tuple = ()
     rings: Callable[[Any], int] = field(default=lambda options: 0)
+    homes: Callable[[Any], int] = field(default=lambda options: 1)
     axes: tuple[Axis, ...] = ()
     nesting: Nesting | None = None
     parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
@@ -173,7 +175,7 @@ class Feature:
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
-    follow: Callable[[Any], Follower] | None = None
+    follow: Callable[[Any], Follower | None] = field(default=lambda compiled: None)
 
 
 FEATURES: dict[str, Feature] = {}
@@ -223,6 +225,10 @@ def rules() -> tuple:
 
 def rings(options: Any) -> int:
     return max((feature.rings(options) for feature in FEATURES.values()), default=0)
+
+
+def homes(options: Any) -> int:
+    return max((feature.homes(options) for feature in FEATURES.values()), default=1)
 
 
 # ---- choosing
@@ -278,4 +284,5 @@ def choose(options: Any) -> bool:
 
 
 def followers(compiled: Any) -> dict[str, Follower]:
-    return {name: feature.follow(compiled) for name, feature in FEATURES.items() if feature.follow is not None}
+    found = ((name, feature.follow(compiled)) for name, feature in FEATURES.items())
+    return {name: follower for name, follower in found if follower is not None}

@@ -33,6 +33,7 @@ from functools import cache
 import numpy as np
 from common import Claim, claims_table, write
 
+from moefx.features.rehoming.reshard import reshard
 from moefx.placement import balance, decide, hecate, score, shares, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
@@ -109,7 +110,7 @@ def layers(s: float) -> list[Layer]:
         for loads in each[:5]:
             window.add(loads)
     expected = [window.mean() for window in windows]
-    homes = hecate.reshard(np.stack([each.sum(0) for each in expected]), [even] * LAYERS, RANKS, PER_NODE, [4] * LAYERS)
+    homes = reshard(np.stack([each.sum(0) for each in expected]), [even] * LAYERS, RANKS, PER_NODE, [4] * LAYERS)
     return [Layer(one, each[-1], at) for one, each, at in zip(expected, traces, homes)]
 
 

@@ -23,6 +23,7 @@ LISTED = (
     "llep",
     "offload",
     "papers",
+    "rehoming",
     "saa",
     "tuning",
 )

@@ -96,9 +96,6 @@ class Options(Group):
     def _check_placement(self) -> None:
         policy, where = self.placement.policy, "moefx.Options"
         if policy is None:
-            if self.placement.rehome_every:
-                raise MoefxError(f"rehome_every is {self.placement.rehome_every} without a placement, which counts "
-                                 "what experts move by", where=where, hint="policy='balanced'")  # fmt: skip
             return
         for name, nearest, fits in (("alltoall", "'direct'", self.alltoall.algorithm not in OTHER_ROWS),
                                     ("esp", "1", self.parallel.esp in (None, 1)),

@@ -77,9 +77,6 @@ class Placement(Group):
         missed){}.""".format(said(features.option_values("placement"))))
     copies: int = option(2, NUMBER, """
         How many copies a rank may hold of a layer's experts, beside those that live there. 0: only homes move.""")
-    rehome_every: int = option(0, Allowed(NUMBER.test, "a number of optimizer steps, or 0 for never"), """
-        After so many optimizer steps experts move for good, with the optimizer's state, so that nodes have equal loads
-        (Hecate, Algorithm 2). Needs a policy. 0: never.""")
     vars().update(features.option_fields("placement"))  # what rooms add
     __annotations__.update(dict.fromkeys(features.option_fields("placement"), "Any"))
 

@@ -21,6 +21,7 @@ REFUSED = {
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
     "llep": ("placement='llep'", "no policy of placement 'llep'"),
     "offload": ("keep='mpipemoe-s1'", "keep is 'mpipemoe-s1'"),
+    "rehoming": ("rehome_every=3", "no option 'rehome_every'"),
     "tuning": ("tune='online'", "no option 'tune'"),
 }
 IS_REFUSED = """
