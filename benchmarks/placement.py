@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moefx.placement import calibration, decide, exact, tables
+from moefx.features.exact import calibration
+from moefx.placement import decide, exact, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 from tests.support.skews import Skew, fewest_copies, least_cap, least_caps, least_mean, skews, traces, zipf

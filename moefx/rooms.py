@@ -143,6 +143,7 @@ class Feature:
     Compiling
         passes      of its own, and their places
         rules       of the verifier (`ir.rules.Rule`), behind those of the core
+        in_call     its passes plan behind the gate, for policies of placement (`placement.policies.Policy.in_call`)
         rings       (Options) -> `Decisions.rings`
         homes       (Options) -> for how many even shares of experts' homes a rank has room
     Choosing
@@ -166,6 +167,7 @@ class Feature:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     passes: tuple[Insertion, ...] = ()
     rules: tuple = ()
+    in_call: bool = False
     rings: Callable[[Any], int] = field(default=lambda options: 0)
     homes: Callable[[Any], int] = field(default=lambda options: 1)
     axes: tuple[Axis, ...] = ()
@@ -221,6 +223,11 @@ def behind(name: str) -> list[Any]:
 
 def rules() -> tuple:
     return tuple(rule for feature in FEATURES.values() for rule in feature.rules)
+
+
+def plan_in_call() -> bool:
+    """Whether some feature plans behind the gate."""
+    return any(feature.in_call for feature in FEATURES.values())
 
 
 def rings(options: Any) -> int:

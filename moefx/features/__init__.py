@@ -18,6 +18,7 @@ from moefx import rooms
 
 LISTED = (
     "dedup",
+    "exact",
     "fastermoe",
     "fsdp",
     "llep",

@@ -72,9 +72,8 @@ class Placement(Group):
 
     policy: str | None = option(None, _POLICY, """
         None: nobody does. Between steps, from the loads of the last five: "hecate" (Algorithm 1), "balanced" (ranks get
-        as equally many rows as copies allow), "auto" (what takes least time on the machine). In the step, from its own
-        rows: "exact" (equally many, to within one); "calibrated" (as "auto" or "balanced", and copies that the forecast
-        missed){}.""".format(said(features.option_values("placement"))))
+        as equally many rows as copies allow), "auto" (what takes least time on the machine){}.
+        """.format(said(features.option_values("placement"))))
     copies: int = option(2, NUMBER, """
         How many copies a rank may hold of a layer's experts, beside those that live there. 0: only homes move.""")
     vars().update(features.option_fields("placement"))  # what rooms add
