@@ -21,6 +21,7 @@ LISTED = (
     "exact",
     "fastermoe",
     "fsdp",
+    "hecate",
     "llep",
     "offload",
     "papers",

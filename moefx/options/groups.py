@@ -71,8 +71,8 @@ class Placement(Group):
     """
 
     policy: str | None = option(None, _POLICY, """
-        None: nobody does. Between steps, from the loads of the last five: "hecate" (Algorithm 1), "balanced" (ranks get
-        as equally many rows as copies allow), "auto" (what takes least time on the machine){}.
+        None: nobody does. Between steps, from the loads of the last five: "balanced" (ranks get as equally many rows as
+        copies allow), "auto" (what takes least time on the machine){}.
         """.format(said(features.option_values("placement"))))
     copies: int = option(2, NUMBER, """
         How many copies a rank may hold of a layer's experts, beside those that live there. 0: only homes move.""")

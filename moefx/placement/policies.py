@@ -78,7 +78,6 @@ def _check(options: Options) -> None:
 
 
 for each in (
-    Policy("hecate", partial(decide.plan, "hecate"), even_if_equal=True),
     Policy("balanced", partial(decide.plan, "balanced")),
     Policy("auto", partial(decide.plan, "auto"), is_weighed=True, needs_machine=True),
 ):

@@ -20,6 +20,7 @@ REFUSED = {
     "exact": ("placement='exact'", "no policy of placement 'exact'"),
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
+    "hecate": ("placement='hecate'", "no policy of placement 'hecate'"),
     "llep": ("placement='llep'", "no policy of placement 'llep'"),
     "offload": ("keep='mpipemoe-s1'", "keep is 'mpipemoe-s1'"),
     "rehoming": ("rehome_every=3", "no option 'rehome_every'"),

@@ -11,6 +11,29 @@ from collections.abc import Sequence
 import numpy as np
 
 from moefx.placement import balance
+from moefx.placement.score import Costs
+
+
+def algorithm_1(loads: np.ndarray, owners: Sequence[int], spare: int, costs: Costs, per_node: int) -> np.ndarray:
+    """A `placement.decide.Proposal`: t is what the machine hides."""
+    totals, ranks = loads.sum(0), len(loads)
+    hot = balance.hottest(totals, len(totals))
+    return materialise(totals, owners, ranks, overlap(costs, hot, owners, ranks, per_node), spare, per_node)
+
+
+def overlap(costs: Costs, hot: np.ndarray, owners: Sequence[int], ranks: int, per_node: int) -> int:
+    """How many of these experts, in their order, can be copied to all ranks in the time that hides it: the t of
+    algorithm 1, by the tighter of both passes."""
+    low, high = 0, len(hot)
+    while low < high:
+        middle = (low + high + 1) // 2
+        held = np.ones((middle, ranks), dtype=bool)
+        times = costs.gathers(held, np.asarray(owners)[hot[:middle]], per_node)
+        if all(each <= hidden for each, hidden in zip(times, costs.hidden)):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def materialise(totals: np.ndarray, owners: Sequence[int], ranks: int, overlap: int, spare: int,
