@@ -132,6 +132,26 @@ class Nesting:
 
 
 @dataclass(frozen=True)
+class Degrees:
+    """How the planner chooses to how many (r) of the ranks that share an expert a row goes, where weights of the others
+    are gathered (`Choice.r`).
+
+    allowed: (region, schedule, PassContext, whether memory has a limit), every r that may be, the program's first.
+    change: (r, pieces of the region in numbers, by graph and kind; its Way, PassContext), pieces and Way with r, and
+    the axis over which weights are gathered. more: (r, these pieces, PassContext) -> `planning.pricing.More`. arrived:
+    (StepGraphs, {graph: {region: Stages}}), a function: of which region a piece of memory has rows, fewer of which come
+    where fewer ranks get them. closed: (bytes of rows, pieces of the forward, MeshSpec, Machine), the closed form of a
+    region; it has `lines` and `to_dict`, both of a RegionPlan, and `seconds` by r.
+    """
+
+    allowed: Callable[[int, str, Any, bool], tuple[int, ...]]
+    change: Callable[[int, Any, Any, Any], tuple[Any, Any, str]]
+    more: Callable[[int, Any, Any], Any]
+    arrived: Callable[[Any, Any], Callable[[Any], int | None]]
+    closed: Callable[[float, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class Feature:
     """What the core calls of a room, by when it does.
 
@@ -149,6 +169,7 @@ class Feature:
     Choosing
         axes        options that `plan` tells of and searches
         nesting     an all-to-all, see Nesting
+        degrees     to how many ranks rows go, see Degrees
         parts_back  {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each gathered
                     while the next is on its way}
         keepings    where values that the backward reads may wait, see Keeping
@@ -172,6 +193,7 @@ class Feature:
     homes: Callable[[Any], int] = field(default=lambda options: 1)
     axes: tuple[Axis, ...] = ()
     nesting: Nesting | None = None
+    degrees: Degrees | None = None
     parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
     keepings: tuple[Keeping, ...] = ()
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -262,6 +284,10 @@ def nestings() -> tuple[Nesting, ...]:
 def nesting(alltoall: Any) -> Nesting | None:
     """That of this name."""
     return next((each for each in nestings() if each.name == alltoall), None)
+
+
+def degrees() -> Degrees | None:
+    return next((feature.degrees for feature in FEATURES.values() if feature.degrees is not None), None)
 
 
 def parts_back(schedule: str, mesh: Any, axis: str) -> int:

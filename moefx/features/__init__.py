@@ -17,6 +17,7 @@ from typing import Any
 from moefx import rooms
 
 LISTED = (
+    "adaptive",
     "dedup",
     "exact",
     "fastermoe",

@@ -16,6 +16,7 @@ from moefx.compiler.pipeline import JOINT, PLACING, STEP, WHOLE
 ROOT = Path(__file__).parents[2]
 # What is refused without a room, and the words.
 REFUSED = {
+    "adaptive": ("formula='tutel'", "formula is 'tutel'"),
     "dedup": ("alltoall='dedup'", "no all-to-all 'dedup'"),
     "exact": ("placement='exact'", "no policy of placement 'exact'"),
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),

@@ -60,7 +60,8 @@ WORDS = {
     "model/stats.py": {"gather_experts", "scatter_experts"},  # kinds of traffic
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
-    "planning/adaptive.py": {"dump", "dump_counts", "local_combine", "regroup", "slot_counts", "received_rows"},  # by r
+    "features/adaptive/prices.py": {"dump", "dump_counts", "local_combine", "regroup", "slot_counts",
+                                    "received_rows"},  # by r
     "features/dedup/price.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
     "costmodel/layers.py": {"repack"},  # a kind of tasks
     "ir/rules_weights.py": {"gather_weights", "scatter_weights"},
