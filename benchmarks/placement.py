@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moefx.placement import calibration, decide, exact, tables
+from moefx.features.exact import calibration
+from moefx.placement import decide, exact, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 from tests.support.skews import Skew, fewest_copies, least_cap, least_caps, least_mean, skews, traces, zipf
@@ -136,7 +137,7 @@ def policy_table() -> list[str]:
     for size in (1, 20):
         costs = replace(COSTS, expert_bytes=size * COSTS.expert_bytes, gradient_bytes=size * COSTS.gradient_bytes,
                         hidden=(2e-3, 4e-3))  # fmt: skip
-        policies = (*decide.POLICIES[1:], "exact", "calibrated")
+        policies = (*decide.policies()[1:], "exact", "calibrated")
         lines += [f"| experts of {50 * size:,} rows: loads | {' | '.join(policies)} |", "|---" * 6 + "|"]
         for name, (drift, jump) in kinds.items():
             window, waiting, found = Window(), [], []

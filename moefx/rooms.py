@@ -132,6 +132,26 @@ class Nesting:
 
 
 @dataclass(frozen=True)
+class Degrees:
+    """How the planner chooses to how many (r) of the ranks that share an expert a row goes, where weights of the others
+    are gathered (`Choice.r`).
+
+    allowed: (region, schedule, PassContext, whether memory has a limit), every r that may be, the program's first.
+    change: (r, pieces of the region in numbers, by graph and kind; its Way, PassContext), pieces and Way with r, and
+    the axis over which weights are gathered. more: (r, these pieces, PassContext) -> `planning.pricing.More`. arrived:
+    (StepGraphs, {graph: {region: Stages}}), a function: of which region a piece of memory has rows, fewer of which come
+    where fewer ranks get them. closed: (bytes of rows, pieces of the forward, MeshSpec, Machine), the closed form of a
+    region; it has `lines` and `to_dict`, both of a RegionPlan, and `seconds` by r.
+    """
+
+    allowed: Callable[[int, str, Any, bool], tuple[int, ...]]
+    change: Callable[[int, Any, Any, Any], tuple[Any, Any, str]]
+    more: Callable[[int, Any, Any], Any]
+    arrived: Callable[[Any, Any], Callable[[Any], int | None]]
+    closed: Callable[[float, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class Feature:
     """What the core calls of a room, by when it does.
 
@@ -143,10 +163,13 @@ class Feature:
     Compiling
         passes      of its own, and their places
         rules       of the verifier (`ir.rules.Rule`), behind those of the core
+        in_call     its passes plan behind the gate, for policies of placement (`placement.policies.Policy.in_call`)
         rings       (Options) -> `Decisions.rings`
+        homes       (Options) -> for how many even shares of experts' homes a rank has room
     Choosing
         axes        options that `plan` tells of and searches
         nesting     an all-to-all, see Nesting
+        degrees     to how many ranks rows go, see Degrees
         parts_back  {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each gathered
                     while the next is on its way}
         keepings    where values that the backward reads may wait, see Keeping
@@ -155,7 +178,7 @@ class Feature:
                     {region: its candidate}) -> `planning.restoring.Restoring`
     Training
         chooses     (Options) -> whether choices change from call to call
-        follow      (CompiledModule) -> its Follower
+        follow      (CompiledModule) -> its Follower; None: nobody follows it
     """
 
     name: str
@@ -165,15 +188,18 @@ class Feature:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     passes: tuple[Insertion, ...] = ()
     rules: tuple = ()
+    in_call: bool = False
     rings: Callable[[Any], int] = field(default=lambda options: 0)
+    homes: Callable[[Any], int] = field(default=lambda options: 1)
     axes: tuple[Axis, ...] = ()
     nesting: Nesting | None = None
+    degrees: Degrees | None = None
     parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
     keepings: tuple[Keeping, ...] = ()
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
-    follow: Callable[[Any], Follower] | None = None
+    follow: Callable[[Any], Follower | None] = field(default=lambda compiled: None)
 
 
 FEATURES: dict[str, Feature] = {}
@@ -221,8 +247,17 @@ def rules() -> tuple:
     return tuple(rule for feature in FEATURES.values() for rule in feature.rules)
 
 
+def plan_in_call() -> bool:
+    """Whether some feature plans behind the gate."""
+    return any(feature.in_call for feature in FEATURES.values())
+
+
 def rings(options: Any) -> int:
     return max((feature.rings(options) for feature in FEATURES.values()), default=0)
+
+
+def homes(options: Any) -> int:
+    return max((feature.homes(options) for feature in FEATURES.values()), default=1)
 
 
 # ---- choosing
@@ -249,6 +284,10 @@ def nestings() -> tuple[Nesting, ...]:
 def nesting(alltoall: Any) -> Nesting | None:
     """That of this name."""
     return next((each for each in nestings() if each.name == alltoall), None)
+
+
+def degrees() -> Degrees | None:
+    return next((feature.degrees for feature in FEATURES.values() if feature.degrees is not None), None)
 
 
 def parts_back(schedule: str, mesh: Any, axis: str) -> int:
@@ -278,4 +317,5 @@ def choose(options: Any) -> bool:
 
 
 def followers(compiled: Any) -> dict[str, Follower]:
-    return {name: feature.follow(compiled) for name, feature in FEATURES.items() if feature.follow is not None}
+    found = ((name, feature.follow(compiled)) for name, feature in FEATURES.items())
+    return {name: follower for name, follower in found if follower is not None}

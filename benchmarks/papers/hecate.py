@@ -33,7 +33,9 @@ from functools import cache
 import numpy as np
 from common import Claim, claims_table, write
 
-from moefx.placement import balance, decide, hecate, score, shares, tables
+from moefx.features.hecate.materialise import materialise
+from moefx.features.rehoming.reshard import reshard
+from moefx.placement import balance, decide, score, shares, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 
@@ -109,7 +111,7 @@ def layers(s: float) -> list[Layer]:
         for loads in each[:5]:
             window.add(loads)
     expected = [window.mean() for window in windows]
-    homes = hecate.reshard(np.stack([each.sum(0) for each in expected]), [even] * LAYERS, RANKS, PER_NODE, [4] * LAYERS)
+    homes = reshard(np.stack([each.sum(0) for each in expected]), [even] * LAYERS, RANKS, PER_NODE, [4] * LAYERS)
     return [Layer(one, each[-1], at) for one, each, at in zip(expected, traces, homes)]
 
 
@@ -149,7 +151,7 @@ def flex(layer: Layer, costs: Costs) -> tuple[float, float]:
 def faster(layer: Layer, costs: Costs) -> tuple[float, float]:
     owners, found = tables.contiguous(EXPERTS, RANKS), ep(layer, costs)
     for top in range(1, 33):
-        held = hecate.materialise(layer.real.sum(0), owners, RANKS, top, top, PER_NODE)
+        held = materialise(layer.real.sum(0), owners, RANKS, top, top, PER_NODE)
         [quota] = shares.dispatch(["local"], layer.real, held, owners, PER_NODE)
         plan = _plan(quota, held, owners, 2, top)
         found = min(found, under(plan, layer, replace(costs, hidden=(0, 0), again=False), 2, top))

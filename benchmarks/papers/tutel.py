@@ -7,7 +7,7 @@ The machine is the preset `tutel-a100`: data sheets, with two figures that are a
 and between nodes, and one from this paper: a product of 8 rows reaches 8.8 % of a large one's rate, which makes a dim
 of 83 halve the rate. Half precision everywhere; k = 2 where the paper gives none, which its section 5.2 has.
 
-    r       T(r) of `moefx.costmodel.adaptive`, the paper's table 4 with both directions. Ranks of one expert are
+    r       T(r) of `features.adaptive.closed_form`, the paper's table 4 with both directions. Ranks of one expert are
             neighbours, as in Tutel's code, so gathers stay on a node ("near"), or lie on different nodes ("far").
     2DH     direct: n - 1 messages; 2DH: a copy, an exchange in the node, a copy, an exchange between nodes.
     layer   forward and backward of one layer: 4 exchanges of S bytes; products of E_g experts on rows that lie as the
@@ -28,12 +28,12 @@ import sympy
 from common import Claim, all_to_all, claims_table, pipelined, table, write
 
 from moefx.axes import MeshSpec
-from moefx.costmodel import adaptive
-from moefx.costmodel.adaptive import P
 from moefx.costmodel.curves import AlphaBeta
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.machines import preset
 from moefx.costmodel.ways import Q
+from moefx.features.adaptive import closed_form as adaptive
+from moefx.features.adaptive.closed_form import P
 
 A100 = preset("tutel-a100")
 MIB, HALF = 2**20, 2

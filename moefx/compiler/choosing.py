@@ -90,7 +90,7 @@ class Chooser:
         while True:
             found = whole
             if late or not decision.is_whole:
-                chosen = Decisions(rows=whole.ctx.decisions.rows, exact=late, spare=whole.ctx.decisions.spare)
+                chosen = Decisions(rows=whole.ctx.decisions.rows, late=late, spare=whole.ctx.decisions.spare)
                 try:
                     found = self.run(whole.ctx.mesh, decision.asks_for(chosen))
                 except UnsupportedUse as error:

@@ -53,7 +53,6 @@ from moefx.passes import (
     partition,
     place_parameters,
     place_regions,
-    plan_exactly,
     raise_einsum,
     raise_gathered,
     raise_grouped,
@@ -107,7 +106,6 @@ PLACING: tuple[Pass, ...] = (
     Pass("gather-experts", gather_experts.run),
     Pass("place-parameters", place_parameters.run),
     Pass("place-regions", place_regions.run),
-    Pass("plan-exactly", plan_exactly.run),
     Pass("keep-rows-cut", keep_rows_cut.run),
     Pass("refresh-rows", _refreshed),
     Pass("materialise", materialise.run),
@@ -272,7 +270,7 @@ class Pipeline:
                 total.changes += result.changes
                 total.skipped += result.skipped
             seconds = time.perf_counter() - start
-            if entry.valued:
+            if entry.valued and total.changes:
                 self.values.learn(graphs["graph"], copied=True)
             elif entry in whole() and total.changes:
                 refresh(graphs["graph"], self.ctx, self.values)

@@ -121,7 +121,7 @@ class Decisions:
     that travel are alive at once, at most, and of other kinds one; 0: of all. moved: {name of a saved value that waits
     elsewhere for the backward: its way, a room's}. restoring: by class of values (`Restorable.name`) the way of each
     chunk, the last for all that follow; classes not in here go as the options say. restorables: the classes that there
-    are, with what each way costs. exact: regions (not their chunks) that a plan after the gate balances,
+    are, with what each way costs. late: regions (not their chunks) that a plan after the gate balances,
     beside those that the options name. readers: of parameters of separate experts, the regions (not their chunks) that
     read them. spare: slots for copies on each rank, if fewer than the options say. relied: (Source, values) of inputs
     that the program is right for as long as they hold these values.
@@ -152,7 +152,7 @@ class Decisions:
     restoring: dict[str, tuple[str, ...]] = field(default_factory=dict)
     restorables: list[Restorable] = field(default_factory=list)
     slots: dict[int, Slots] = field(default_factory=dict)
-    exact: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
     readers: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
     spare: int | None = None
     relied: list[tuple[Any, Tensor]] = field(default_factory=list)

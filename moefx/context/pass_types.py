@@ -140,13 +140,13 @@ class PassContext:
         """The region that one is a chunk of, or itself."""
         return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
-    def is_exact(self, region: int) -> bool:
+    def plans_in_call(self, region: int) -> bool:
         """Whether who computes which rows of a region is planned after the gate."""
         policy = policies.chosen(self.options.placement)
-        return (policy is not None and policy.in_every_call) or self.uncut(region) in self.decisions.exact
+        return (policy is not None and policy.in_every_call) or self.uncut(region) in self.decisions.late
 
     @property
-    def is_calibrated(self) -> bool:
+    def corrects(self) -> bool:
         """Whether what is planned after the gate comes to copies that were planned before."""
         policy = policies.chosen(self.options.placement)
         return policy is not None and policy.corrects

@@ -17,12 +17,16 @@ from typing import Any
 from moefx import rooms
 
 LISTED = (
+    "adaptive",
     "dedup",
+    "exact",
     "fastermoe",
     "fsdp",
+    "hecate",
     "llep",
     "offload",
     "papers",
+    "rehoming",
     "saa",
     "tuning",
 )

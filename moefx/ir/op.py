@@ -83,9 +83,10 @@ class Stage(Enum):
 
 
 BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.COPIES, Stage.SHARDS)  # nobody computes with it in the graph
-VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities",
-                    "capacity sum", "quota", "table", "ends", "moves", "loads", "plan", "added"})  # fmt: skip
-"""What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
+VALUES = {"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities", "capacity sum",
+          "quota", "table", "ends", "moves", "added"}  # fmt: skip
+"""What a value may be to a routing; ops of rooms add to it. Every other word names an order of rows: an op may bring an
+order of its own."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Tokens:
     gives: what the result is, of a tuple one word each, "" for what is neither. An op with an argument `reverse` that
         is true takes rows as it gives them otherwise, and gives them as it takes them.
     rule: the rule of `ir.rules_moe` or `ir.rules_transport` that says what these cannot: "routing", "step", ..;
-        or one of a room, called with the View and the Call.
+        or one of a room, called with the View and the Call, which gives the Role of the result or None.
     moves: it does nothing but move rows, so somebody must want them.
     coded: rows may be encoded, and stay it.
     or_blocks: where the first argument is None, it takes static blocks, of no routing.
@@ -106,7 +107,7 @@ class Tokens:
 
     takes: Mapping[str, str] = field(default_factory=dict)
     gives: str | tuple[str, ...] = ""
-    rule: str | Callable[[Any, Any], None] = ""
+    rule: str | Callable[[Any, Any], Any] = ""
     moves: bool = False
     coded: bool = False
     or_blocks: bool = False

@@ -25,7 +25,6 @@ from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.regions import TABLES, region_of
 from moefx.ir.rules import BACKWARD, Call, Role, View, rule
-from moefx.ir.rules_exact import PlannedRoles
 from moefx.ir.rules_placement import check_tables
 from moefx.ir.rules_transport import COUNTED, NESTED, TransportRoles
 
@@ -70,14 +69,13 @@ def _markers_pair_up(view: View) -> None:
             view.fail(calls[-1].node, f"region {region} is entered and left with different counts")
 
 
-class _Roles(TransportRoles, PlannedRoles):
+class _Roles(TransportRoles):
     def __init__(self, view: View) -> None:
         self.view, self.backward = view, view.facts.graph == BACKWARD
         self.known: dict[Node, Role] = {}
         self.rows_of: dict[tuple[int, str], Any] = {}  # (route, order) -> how many rows
         self.routes = self.capacities = 0
         self.block_routes = {}
-        self.counted, self.planned = {}, {}
 
     def infer(self) -> dict[Node, Role]:
         inputs = iter(self.view.facts.saved)
@@ -100,9 +98,11 @@ class _Roles(TransportRoles, PlannedRoles):
             self._sizes(node)
         return self.known
 
-    def _obey(self, call: Call, rule: str | Callable[[View, Call], None]) -> None:
+    def _obey(self, call: Call, rule: str | Callable[[View, Call], Role | None]) -> None:
         if callable(rule):
-            rule(self.view, call)
+            role = rule(self.view, call)
+            if role is not None:
+                self._give(call.result, role)
         else:
             (getattr(self, f"_{rule}") if rule else self._follow)(call)
 
@@ -246,7 +246,6 @@ class _Roles(TransportRoles, PlannedRoles):
             route = within.route + NESTED
         else:
             self.routes, within = self.routes + 1, None
-        self._goes_by(call, route)
         self.rows_of[route, "tokens"] = tokens
         nodes = call.args.get("nodes")
         k, counted = (int(choices), route) if nodes is None else (min(int(choices), nodes), route + COUNTED)

@@ -19,7 +19,7 @@ from moefx.compiler.variants import Builder
 from moefx.errors import CaptureError, DivergenceError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of
-from moefx.model import by_block, generation, guards, rehoming, state_dicts
+from moefx.model import by_block, generation, guards, state_dicts
 from moefx.model.moves import Moves, Owners
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
@@ -193,12 +193,11 @@ class CompiledModule(Valued):
             self._moves.restore(self._ranks(), self._runners)
         if self._synchronise and torch.is_grad_enabled():
             self._replicas.before_step(self._homes)
-        rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.placement.rehome_every,
-                            is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._agree_on_arm()
-        self._session.trace, self._session.waits = [], {}
-        for follower in self._followers.values():
+        for follower in self._followers.values():  # who may move experts, which ends plans for their former homes
             follower.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
+        self._session.placements.begin_call(self._session, is_training=self.training and torch.is_grad_enabled())
+        self._session.trace, self._session.waits = [], {}
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
             self._try_loops(args, kwargs)

@@ -106,7 +106,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             moved_bytes=moved.get(called[whole.number], 0),
             load_of=f"the {senders} ranks along {whole.way.axis}" if senders > 1 else "this rank",
             **{f"{name}_wait_s": waits.get((name, called[whole.number]), 0.0) for name in ("gather", "scatter")},
-            **_by_rank(session, whole, tables, path, is_exact=values[whole.number][0].dim() == 3),
+            **_by_rank(session, whole, tables, path, in_call=values[whole.number][0].dim() == 3),
         )  # fmt: skip
     return stats
 
@@ -120,14 +120,14 @@ def _by_expert(session: Session, facts: RegionFacts, table: list[list[int]], pat
 
 
 def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[int]]], path: str, *,
-             is_exact: bool) -> dict[str, Any]:  # fmt: skip
+             in_call: bool) -> dict[str, Any]:  # fmt: skip
     """How many rows ranks compute. tables: rows of every rank for every expert, by chunk."""
     region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
     if region is None or len(tables[0]) != region.ranks:  # more ranks send where several have parts of an expert
         return {}
     loads = [np.array(table, dtype=np.int64) for table in tables]
-    loads = [sum(loads)] if is_exact else loads
-    plan = session.placements.exact(region, loads[0]) if is_exact else region.tables.plan
+    loads = [sum(loads)] if in_call else loads
+    plan = session.placements.of_call(region, loads[0]) if in_call else region.tables.plan
     rows, at_home = ([int(count) for count in sum(each.traffic(found, region.cap).sum(0) for found in loads)]
                      for each in (plan, region.homes))  # fmt: skip
     return {"rows": rows, "rows_at_home": at_home, "copies": plan.copies,

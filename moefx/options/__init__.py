@@ -25,7 +25,7 @@ from moefx.options.declare import (
     or_none,
     said,
 )
-from moefx.options.groups import OTHER_ROWS, PARM, TUTEL, AllToAll, Debug, Parallel, Placement
+from moefx.options.groups import OTHER_ROWS, AllToAll, Debug, Parallel, Placement
 
 # {option: (what it names, the names there are)}, of what users register: said by the modules that keep it.
 NAMES: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {}
@@ -96,9 +96,6 @@ class Options(Group):
     def _check_placement(self) -> None:
         policy, where = self.placement.policy, "moefx.Options"
         if policy is None:
-            if self.placement.rehome_every:
-                raise MoefxError(f"rehome_every is {self.placement.rehome_every} without a placement, which counts "
-                                 "what experts move by", where=where, hint="policy='balanced'")  # fmt: skip
             return
         for name, nearest, fits in (("alltoall", "'direct'", self.alltoall.algorithm not in OTHER_ROWS),
                                     ("esp", "1", self.parallel.esp in (None, 1)),
@@ -147,7 +144,7 @@ class Options(Group):
 
     def is_open(self, name: str) -> bool:
         """Whether this choice is left to a planner, or some of it."""
-        if name == "split" and self.formula in (PARM, TUTEL):
+        if name == "split" and self.formula not in (None, *rooms.formulas()):
             return False
         return self.value_of(name) is None or isinstance(self.value_of(name), tuple)
 

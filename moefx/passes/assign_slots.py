@@ -7,7 +7,7 @@ Contract
 
 Pseudo-code
     an expert lives where an earlier program, or a move, has put it; other experts live in order
-    room: for as many as live on any rank; where they will move, for twice as many as an even share
+    room: for as many as live on any rank; where they will move, for some even shares
     spare: for copies, where experts may have some
     static blocks, experts that are cut, those that every rank gathers (r=0), and routings that are nested need even
     homes without copies
@@ -70,7 +70,7 @@ def _axes(number: int, ctx: PassContext) -> str:
 
 def _slots(owners: Owners, ctx: PassContext) -> Slots:
     even = -(-len(owners) // ctx.mesh.size("ep"))
-    room = min(len(owners), 2 * even) if ctx.options.placement.rehome_every else even
+    room = min(len(owners), rooms.homes(ctx.options) * even)
     return Slots(max(room, *Counter(owners).values()), ctx.spare, owners)
 
 
@@ -136,9 +136,8 @@ def _refuse(number: int, enter: Node, why: str, ctx: PassContext) -> NoReturn:
             where=edit.place(enter),
             hint=f"use an axis of size {', '.join(map(str, divisors))}",
         )
-    if not (ctx.options.placement.policy or ctx.options.placement.rehome_every):
+    if not ctx.options.placement.policy:
         raise UnsupportedUse(f"experts have moved, and {why}", where=module_path(enter),
                              hint="move them back: each rank has as many, in order")  # fmt: skip
-    option = "placement" if ctx.options.placement.policy else "rehome_every"
-    raise UnsupportedUse(f"{option}={ctx.options.value_of(option)!r} moves experts, or copies them, and {why}",
+    raise UnsupportedUse(f"placement={ctx.options.placement.policy!r} moves experts, or copies them, and {why}",
                          where=module_path(enter), hint="leave it out")  # fmt: skip

@@ -1,9 +1,7 @@
-"""The plan of one call, made after the gate from the rows that there are, and what follows from it: functions that
-compiler and runtime call alike.
+"""Plans of one call, made after the gate from the rows that there are.
 
-n ranks along the axis of the experts, E experts, P places that one expert may have, C chunks of a region, cap slots on
-every rank, of which slots (room, spare). Rows are counted by source rank and expert. per_node: consecutive ranks on one
-node.
+n ranks along the axis of the experts, E experts, P places that one expert may have, slots (room, spare) on every rank.
+Rows are counted by source rank and expert. per_node: consecutive ranks on one node.
 """
 
 from __future__ import annotations
@@ -18,15 +16,6 @@ from moefx.placement.score import Costs
 GAIN = 0.02  # that copies must bring over none, by the score
 # (counts [n, E], homes [E, ..], (room, spare), per_node, costs) -> (slots [E, P], quota [n, E, P])
 InCall = Callable[[np.ndarray, np.ndarray, tuple[int, int], int, Costs | None], tuple[np.ndarray, np.ndarray]]
-
-
-def plan(loads: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
-         costs: Costs | None = None, in_call: InCall | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """loads [n, C, E] int64: rows in every chunk. The others as of `balanced`, which plans if nobody else does.
-    -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how many of the rows of every source
-    and chunk each copy takes, in the order of the source's tokens)."""
-    found, quota = (in_call or balanced)(loads.sum(1), homes, slots, per_node, costs)
-    return found, by_chunk(loads, quota)
 
 
 def balanced(counts: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
@@ -58,15 +47,3 @@ def if_it_pays(planned: tuple[np.ndarray, np.ndarray], counts: np.ndarray, owner
 def owners_of(homes: np.ndarray, slots: tuple[int, int]) -> tuple[int, ...]:
     """The rank where each expert lives."""
     return tuple((homes[:, 0] // sum(slots)).tolist())
-
-
-def by_chunk(loads: np.ndarray, quota: np.ndarray) -> np.ndarray:
-    """loads [n, C, E], quota [n, E, P] of all chunks together -> [n, C, E, P]: of each. A chunk takes its share of what
-    the chunks before it left, rounded; so sums over chunks are exact, and no number is negative."""
-    left, found = quota.astype(np.int64), []
-    for rows in np.moveaxis(loads, 1, 0)[..., None]:
-        there = np.maximum(left.sum(-1, keepdims=True), 1)
-        taken = np.diff(left.cumsum(-1) * rows // there, axis=-1, prepend=0)
-        left -= taken
-        found.append(taken)
-    return np.stack(found, 1)

@@ -1,30 +1,36 @@
 """From a policy and the rows that are expected: the plan of the next step.
 
     none      experts work where they live
-    hecate    algorithm 1 with Hecate's dispatch
     balanced  a transport, and shares that make the ranks as even as it allows, whatever that costs
     auto      the best by `score` of these, transports and greedy slots of several sizes, and the hottest experts once
               on every node, under every dispatch; refined by single copies. Never worse than "none" by this score
+    others    what features propose (`PROPOSALS`), rows going to the nearest copy; "auto" tries it, too
 
 Pure functions of integers and of the same figures on all ranks: they need not talk about what they decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moefx.errors import MoefxError
-from moefx.placement import balance, hecate, score, shares, tables
+from moefx.placement import balance, score, shares, tables
 from moefx.placement.score import ROWS_ALONE, Costs
 from moefx.placement.tables import Plan
 
-POLICIES = ("none", "hecate", "balanced", "auto")
+# (loads [n, E], owners [E], spare slots, costs, per_node) -> who has which expert, [E, n] bool.
+Proposal = Callable[[np.ndarray, Sequence[int], int, Costs, int], np.ndarray]
+PROPOSALS: dict[str, Proposal] = {}  # of features, by policy
 WAYS = ("local", "capacity", "balanced")
 SWAPS = 50
 GAIN = 0.05  # that copies must bring over none: forecasts err
+
+
+def policies() -> tuple[str, ...]:
+    return "none", *PROPOSALS, "balanced", "auto"
 
 
 def plan(policy: str, loads: np.ndarray, owners: Sequence[int], slots: tuple[int, int], costs: Costs | None = None,
@@ -35,15 +41,15 @@ def plan(policy: str, loads: np.ndarray, owners: Sequence[int], slots: tuple[int
     live. slots: how many may live on a rank, and how many copies it holds beside. costs: None weighs rows alone.
     per_node: consecutive ranks on one node. Raises MoefxError for a policy that does not exist.
     """
-    if policy not in POLICIES:
-        raise MoefxError(f"there is no policy {policy!r} of placement", hint=f"one of {', '.join(POLICIES)}")
+    if policy not in policies():
+        raise MoefxError(f"there is no policy {policy!r} of placement", hint=f"one of {', '.join(policies())}")
     case = _Case(np.asarray(loads, dtype=np.int64), np.asarray(owners), *slots, costs or ROWS_ALONE, per_node)
     if policy == "balanced" and case.spare:
         return case.even()
     if policy == "none" or not case.spare or not case.loads.any():
         found = case.none
     else:
-        found = case.best() if policy == "auto" else case.chosen(case.algorithm_1(), "local")
+        found = case.best() if policy == "auto" else case.chosen(case.proposed(policy), "local")
     return case.plan(found.held, found.quota)
 
 
@@ -52,7 +58,7 @@ def weighed(expected: np.ndarray, real: np.ndarray, owners: Sequence[int], slots
     """Seconds of a step with the loads `real` [n, E] under every policy that plans for `expected` [n, E], and under
     "exact", which plans for the real ones: then nothing hides the gather of the forward."""
     found = {policy: score.of(plan(policy, expected, owners, slots, costs, per_node), real, sum(slots), costs, per_node)
-             for policy in POLICIES}  # fmt: skip
+             for policy in policies()}  # fmt: skip
     late = replace(costs, hidden=(0.0, costs.hidden[1]))
     exact = plan("balanced", real, owners, slots, late, per_node)
     return {**found, "exact": score.of(exact, real, sum(slots), late, per_node)}
@@ -87,10 +93,8 @@ class _Case:
     def none(self) -> _Choice:
         return self.chosen(balance.homes(self.owners, self.ranks), "local")
 
-    def algorithm_1(self) -> np.ndarray:
-        totals = self.loads.sum(0)
-        overlap = self.costs.overlap(balance.hottest(totals, len(totals)), self.owners, self.ranks, self.per_node)
-        return hecate.materialise(totals, self.owners, self.ranks, overlap, self.spare, self.per_node)
+    def proposed(self, policy: str) -> np.ndarray:
+        return PROPOSALS[policy](self.loads, self.owners, self.spare, self.costs, self.per_node)
 
     def even(self) -> Plan:
         rows, held = self.transport(self.spare)
@@ -105,7 +109,7 @@ class _Case:
     def placements(self) -> Iterator[np.ndarray]:
         """Who may have which expert, candidates in the order of their simplicity."""
         yield from (self.transport(spare)[1] for spare in sorted({1, min(2, self.spare), self.spare}))
-        yield self.algorithm_1()
+        yield from map(self.proposed, PROPOSALS)
         totals, top = self.loads.sum(0), 1
         case = totals, self.owners, self.ranks, self.spare, self.per_node
         while top <= min(len(totals), self.ranks * self.spare):

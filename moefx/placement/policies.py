@@ -1,8 +1,8 @@
 """Policies of placement: who gets copies of which experts, and who takes which rows.
 
-Some plan between steps, from rows that are expected; some in the call, behind the gate, from the rows that there are;
-`calibrated` does both. All are pure functions of the same integers on all ranks, so no rank tells another what it
-decided. Numbers of rows as in `decide` and `after_gate`.
+Some plan between steps, from rows that are expected; some in the call, behind the gate, from the rows that there are,
+as far as a feature has the passes for it; some do both. All are pure functions of the same integers on all ranks, so no
+rank tells another what it decided. Numbers of rows as in `decide` and `after_gate`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from moefx.errors import MoefxError
+from moefx import rooms
+from moefx.errors import MoefxError, UnsupportedUse
 from moefx.options import CHECKS, NAMES, Options
 from moefx.options.groups import Placement
-from moefx.placement import after_gate, calibration, decide
+from moefx.placement import after_gate, decide
 from moefx.placement.after_gate import InCall
 from moefx.placement.score import Costs
 from moefx.placement.tables import Plan
@@ -66,16 +67,18 @@ def chosen(options: Placement) -> Policy | None:
 
 def _check(options: Options) -> None:
     policy = chosen(options.placement)
-    if policy is not None and policy.in_every_call and not options.placement.copies:
+    if policy is None or not policy.in_every_call:
+        return
+    if not rooms.plan_in_call():
+        raise UnsupportedUse(f"placement is {policy.name!r}, which plans in the call, and no feature does that",
+                             where="moefx.Options", hint="placement='balanced'")  # fmt: skip
+    if not options.placement.copies:
         raise MoefxError(f"placement is {policy.name!r} with no room for copies", where="moefx.Options",
                          hint="copies=1")  # fmt: skip
 
 
 for each in (
-    Policy("hecate", partial(decide.plan, "hecate"), even_if_equal=True),
     Policy("balanced", partial(decide.plan, "balanced")),
-    Policy("calibrated", calibration.forecast, calibration.plan, in_every_call=True, is_weighed=True),
-    Policy("exact", in_every_call=True),
     Policy("auto", partial(decide.plan, "auto"), is_weighed=True, needs_machine=True),
 ):
     register_placement(each)

@@ -94,20 +94,6 @@ class Costs:
         forward = calls + each * self.expert_bytes
         return forward, calls + each * self.gradient_bytes + (forward if self.again else 0.0)
 
-    def overlap(self, hot: np.ndarray, owners: Sequence[int], ranks: int, per_node: int) -> int:
-        """How many of these experts, in their order, can be copied to all ranks in the time that hides it: the t of
-        Hecate's algorithm 1, by the tighter of both passes."""
-        low, high = 0, len(hot)
-        while low < high:
-            middle = (low + high + 1) // 2
-            held = np.ones((middle, ranks), dtype=bool)
-            times = self.gathers(held, np.asarray(owners)[hot[:middle]], per_node)
-            if all(each <= hidden for each, hidden in zip(times, self.hidden)):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
 
 ROWS_ALONE = Costs(1.0, 0, 0, 0, (0.0, 0.0))  # without a machine only the busiest rank's rows count
 

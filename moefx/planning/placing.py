@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch.fx import Node
 
+from moefx import rooms
 from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec
@@ -65,14 +66,19 @@ def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
             hidden=(hidden["forward"], hidden.get("backward", 0.0)), rows=rows, out=out,
             chunks=ctx.choice(number).chunks,
         )  # fmt: skip
-        found[number] = costs.after_gate() if ctx.is_exact(number) and not ctx.is_calibrated else costs
+        found[number] = costs.after_gate() if ctx.plans_in_call(number) and not ctx.corrects else costs
     return found
 
 
 def planned_late(graphs: StepGraphs, ctx: PassContext) -> set[int]:
     """Regions whose copies had better be planned after the gate. graphs: of a program that plans all of them before."""
     n, per_node = ctx.mesh.nodes_of("ep")
-    return {number for number, costs in costs_of(graphs, ctx).items() if costs.waits(n, per_node or 1)}
+    return {number for number, costs in costs_of(graphs, ctx).items() if _waits(costs, n, per_node)}
+
+
+def _waits(costs: Costs, n: int, per_node: int | None) -> bool:
+    """Whether copies of a region are planned after the gate, where somebody plans there."""
+    return rooms.plan_in_call() and costs.waits(n, per_node or 1)
 
 
 def skewed_seconds(costs: Mapping[int, Costs], slots: Mapping[int, Slots], spare: int, mesh: MeshSpec) -> float:
@@ -90,7 +96,7 @@ def skewed_seconds(costs: Mapping[int, Costs], slots: Mapping[int, Slots], spare
         weights = np.empty(len(owners))
         weights[sorted(range(len(owners)), key=turns.__getitem__)] = 1 / np.arange(1, len(owners) + 1)
         loads = np.tile(np.floor(each.rows * weights / weights.sum()).astype(np.int64), (n, 1))
-        each = each.after_gate() if each.waits(n, per_node or 1) else each
+        each = each.after_gate() if _waits(each, n, per_node) else each
         found = plan("auto", loads, owners, (slots[number].room, spare), each, per_node or 1)
         total += score.of(found, loads, slots[number].room + spare, each, per_node or 1)
     return total

@@ -3,7 +3,7 @@
 The program is first compiled with whole regions. Its graphs tell what every stage of a region moves and computes, a
 `Machine` what that takes; a candidate's time is the makespan of its tasks, forward and backward, in the simulator
 (`moefx.costmodel`). What schedules other than the program's take follows from the same graphs (`planning.schedules`),
-and what it takes where rows go to fewer of the ranks that share an expert (`planning.adaptive`).
+and what it takes where rows go to fewer of the ranks that share an expert (`planning.degrees`).
 All is a function of the graphs, the machine and the sizes that all ranks compile for: every rank chooses the same.
 """
 
@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import sympy
 
@@ -21,8 +22,6 @@ from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.adaptive import Adaptive, weights_over
-from moefx.costmodel.adaptive import adaptive as of_degrees
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.machines import PRESETS, preset
@@ -32,7 +31,7 @@ from moefx.ir.describe import Symbols
 from moefx.options import Options
 from moefx.options.groups import PARM
 from moefx.placement import policies
-from moefx.planning import adaptive
+from moefx.planning.degrees import degrees as of_ranks
 from moefx.planning.folding import SIMPLER, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
 from moefx.planning.pieces import Piece, Stages, as_written, seconds_outside, stages_of
@@ -77,6 +76,9 @@ def check_names(options: Options) -> None:
     ):
         if is_asked and options.machine is None:
             raise UnsupportedUse(what, hint=f"machine=.., see python -m moefx calibrate; or {other}")
+    if options.machine is not None and options.parallel.r is not None and rooms.degrees() is None:
+        raise UnsupportedUse(f"r is {options.parallel.r} with a machine, and no feature knows what that takes",
+                             hint="leave out one of them")  # fmt: skip
     rooms.check(options)
 
 
@@ -106,7 +108,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
                           / max(1, len(stages[name])) for name, gm in graphs.graphs.items()}  # fmt: skip
     asked = replace(ctx, decisions=ctx.decisions.asked())
     forced, regions, folded = {}, {}, {}
-    memory = step_memory(graphs, ctx.resident, adaptive.arrived(graphs, stages))
+    memory = step_memory(graphs, ctx.resident, of_ranks().arrived(graphs, stages))
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
@@ -227,7 +229,7 @@ class _Planner:
         if self.ctx.options.formula == PARM and capacity is not None:
             schedules = (by_capacity(capacity, schedules),)
         found = [(name, r) for name in schedules for r in
-                 adaptive.allowed(number, name, self.ctx, has_limit=self.limit is not None)]  # fmt: skip
+                 of_ranks().allowed(number, name, self.ctx, self.limit is not None)]  # fmt: skip
         return found or [(current(number, self.ctx), self.ctx.options.parallel.r)]
 
     def _said(self, schedule: str, r: int, number: int) -> tuple[str | None, int | None]:
@@ -239,9 +241,9 @@ class _Planner:
                      feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
         """The candidates of one schedule and r. numbers: of the schedule, with r of all ranks."""
         ctx, is_all, way = self.ctx, r == self.ctx.mesh.size("esp"), way_of(name, facts, self.ctx)
+        over = ""
         if not is_all:
-            numbers, way = adaptive.numbers_with(r, numbers, ctx), adaptive.way_with(r, way, ctx)
-        over = "" if is_all else weights_over(ctx.mesh, r)
+            numbers, way, over = of_ranks().change(r, numbers, way, ctx)
         price = Price(ctx, self.machine, way, parts_back(name, facts, ctx), over, self.before)
         found: list[Candidate] = []
         nested = {each.name: each for each in rooms.nestings()
@@ -255,15 +257,14 @@ class _Planner:
                 found += self._candidates(f"{facts.number} {facts.module} {name} {r}", left, some, mine, feet, price)
         return [replace(each, choice=replace(each.choice, split=schedule, r=r_said)) for each in found]
 
-    def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Adaptive | None:
+    def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Any:
         """What r does, in closed form, where there are ranks with parts of experts to which rows go, or room for all.
         """
         is_one = self.ctx.mesh.size("esp") == 1 and self.limit is None
         if is_one or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
             return None
         rows = bytes_of_rows(facts, stages["forward"], self.sizes, self.ctx)
-        weights = sum(adaptive.Weights.of(numbers["forward"]).used)
-        return of_degrees(self.ctx.mesh, self.machine, rows, weights)
+        return of_ranks().closed(rows, numbers["forward"], self.ctx.mesh, self.machine)
 
     def _note(self, choice: Choice, facts: RegionFacts) -> str:
         """What the price of an all-to-all takes for granted."""
@@ -279,7 +280,7 @@ class _Planner:
         """
         held = held_beside(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
         is_split = FORMS[schedule].is_split
-        return replace(adaptive.more(r, numbers, self.ctx), held=held, is_split=is_split)
+        return replace(of_ranks().more(r, numbers, self.ctx), held=held, is_split=is_split)
 
     def _feet(self, more: More, feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:
         """Of the rows that a rank has then."""

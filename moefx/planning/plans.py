@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 
 from moefx.context.decisions import Choice, Decisions
-from moefx.costmodel.adaptive import Adaptive
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.planning.folding import Fold
@@ -26,7 +26,7 @@ class RegionPlan:
     these, named as in the emitted code of whole regions. notes: what the prediction leaves out. schedule: of the
     program that was priced. closed: schedules in closed form, where there are several; capacity: what says which one of
     Parm's is faster. parts: in how many a whole region comes back by what was chosen; it was priced at once. adaptive:
-    what a step sends, by r, where ranks have parts of experts; rows and weights are the bytes in its formulas."""
+    what a step sends, by r, where ranks have parts of experts, in closed form (`rooms.Degrees.closed`)."""
 
     region: int
     module: str
@@ -41,13 +41,18 @@ class RegionPlan:
     closed: tuple[Closed, ...] = ()
     capacity: Capacity | None = None
     parts: int = 1
-    adaptive: Adaptive | None = None
+    adaptive: Any = None
 
     def r_of(self, candidate: Candidate) -> int | None:
         """The r of a candidate; None: there is but one."""
         if candidate.choice.r is not None or all(each.choice.r is None for each in self.candidates):
             return candidate.choice.r
         return None if self.adaptive is None else max(self.adaptive.seconds)
+
+    @property
+    def words_of_r(self) -> list[str]:
+        """What is said of r, where there is a closed form of it."""
+        return [] if self.adaptive is None else self.adaptive.lines(self)
 
     @property
     def is_whole(self) -> bool:

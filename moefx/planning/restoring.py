@@ -28,7 +28,7 @@ from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
 from moefx.options import WEIGHTS
-from moefx.planning.adaptive import arrived
+from moefx.planning.degrees import degrees
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
 from moefx.planning.pieces import Piece, in_numbers, scaled, stages_of
@@ -105,7 +105,7 @@ def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mappi
 
 
 def template_of(graphs: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) -> Template:
-    mark = arrived(graphs, {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()})
+    mark = degrees().arrived(graphs, {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()})
     return Template(graphs, step_memory(graphs, ctx.resident, mark), sizes, mark, of_saved=not _is_open(ctx))
 
 

@@ -45,7 +45,7 @@ from moefx.costmodel.ways import (
 )
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
-from moefx.options.groups import PARM, TUTEL
+from moefx.options.groups import PARM
 from moefx.planning.pieces import AT_ONCE, BY_CHUNK, ROUTER, Piece, Stages, in_numbers, scaled
 from moefx.planning.pricing import Price
 
@@ -85,7 +85,7 @@ def allowed(region: int, ctx: PassContext) -> tuple[str, ...]:
 
 def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
     mesh, facts = ctx.mesh, ctx.decisions.regions[region]
-    is_said = ctx.options.parallel.split is not None or ctx.options.formula == TUTEL
+    is_said = ctx.options.parallel.split is not None or _is_of_r(ctx.options.formula)
     if is_said or not facts.way.hops or not FORMS[now].is_split:
         return (now,)
     is_cut = any(hop.kind == DUMP for hop in facts.way.out)
@@ -99,6 +99,11 @@ def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
     if ctx.rows:  # rows stay cut where they are split before the gate
         found = [name for name in found if (FORMS[name].join, FORMS[name].gates) == (FORMS[now].join, FORMS[now].gates)]
     return tuple(found)
+
+
+def _is_of_r(formula: str | None) -> bool:
+    """Whether a formula chooses neither schedules nor what is kept."""
+    return formula not in (None, PARM, *rooms.formulas())
 
 
 def by_capacity(capacity: Capacity, found: tuple[str, ...]) -> str:

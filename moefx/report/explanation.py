@@ -27,7 +27,6 @@ from moefx.planning.folding import Fold, gain
 from moefx.planning.memory import peaks
 from moefx.planning.plans import RegionPlan
 from moefx.planning.pricing import Candidate
-from moefx.report import adaptive
 from moefx.report.inspection import title_of
 from moefx.report.placement import words_of
 from moefx.report.reports import Printed, as_text, programs_of
@@ -80,7 +79,7 @@ class RegionReport:
                                  for each in self.plan.closed],
                 "capacity": self.plan.capacity
                 and {**asdict(self.plan.capacity), "formula": str(self.plan.capacity.formula)},
-                "adaptive": adaptive.as_dict(self.plan),
+                "adaptive": self.plan.adaptive and self.plan.adaptive.to_dict(self.plan),
             }
         return found
 
@@ -325,7 +324,7 @@ def _region(region: RegionReport) -> list[Any]:
         parts = [table]
         if len(plan.candidates) > len(shown):
             parts.append(Text(f"of {len(plan.candidates)} candidates; memory is estimated"))
-        parts += [*_closed(plan), *map(Text, adaptive.lines_of(plan))]
+        parts += [*_closed(plan), *map(Text, plan.words_of_r)]
         for name, formulas in plan.formulas.items():
             times = plan.stages[name]
             parts += [Text(f"{name} {kind}: {_time(times[kind] + times.get(f'{kind}.intra', 0.0))} = {formula}")

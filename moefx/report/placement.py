@@ -26,13 +26,13 @@ def words_of(variant: Variant, facts: RegionFacts) -> tuple[str, ...]:
         return ()
     slots = facts.slots
     room = f"{options.placement.policy}, room for {slots.room} experts and {slots.spare} copies on every rank"
-    is_exact = variant.context.is_exact(facts.number)
-    room += ", corrected" if variant.context.is_calibrated else ", planned" if is_exact else ""
-    room += " in the call, after the gate" if is_exact else ""
-    loads = None if region is None else region.counted if is_exact else region.tables.loads
+    in_call = variant.context.plans_in_call(facts.number)
+    room += ", corrected" if variant.context.corrects else ", planned" if in_call else ""
+    room += " in the call, after the gate" if in_call else ""
+    loads = None if region is None else region.counted if in_call else region.tables.loads
     if loads is None:
         return (f"{room}; no copies were planned yet",)
-    plan = home.session.placements.exact(region, loads) if is_exact else region.tables.plan
+    plan = home.session.placements.of_call(region, loads) if in_call else region.tables.plan
     return (room, *decide.reasons(plan, loads, region.cap))
 
 

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from moefx import rooms
-from moefx.report import adaptive
 from moefx.report.hints import again_s, exchanges_s
 from moefx.report.words import gb, ms, rate
 
@@ -104,7 +103,7 @@ def _choice(layer: LayerPlan, again: str) -> Iterator[Any]:
                           *map(ms, (each.forward_s, each.backward_s, each.exposed_s)))  # fmt: skip
         yield table
         yield Text(f"-> {plan.chosen.choice.words()}: {plan.reason}")
-        yield from (Text(line) for line in (*adaptive.lines_of(plan), *plan.notes))
+        yield from (Text(line) for line in (*plan.words_of_r, *plan.notes))
         if layer.chosen:
             changes = "; ".join(f"from batch {batch} on {new}, before {old}" for batch, old, new in layer.crossovers)
             first, last = min(layer.chosen), max(layer.chosen)

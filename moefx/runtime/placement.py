@@ -194,7 +194,7 @@ class Placements:
         is_weighed = self.policy is not None and self.policy.is_weighed and name in self.regions
         return self.regions[name].costs if is_weighed else None
 
-    def exact(self, region: Region, loads: np.ndarray) -> Plan:
+    def of_call(self, region: Region, loads: np.ndarray) -> Plan:
         """What the last call, which had these rows per expert, [n, E], planned for itself after its gate."""
         slots, quota = self.in_call(loads, region.tables.plan.slots, (region.room, region.spare), region.per_node,
                                     self.weighed(region.name))  # fmt: skip

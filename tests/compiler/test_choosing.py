@@ -179,7 +179,7 @@ def test_copies_are_planned_after_the_gate_where_that_pays(monkeypatch, placemen
     monkeypatch.setattr(choosing, "planned_late", lambda graphs, ctx: {1})
     monkeypatch.setattr(choosing, "check_memory", lambda *_: None)
     found = Chooser(run, options, SLOW, {}, may_fold=False).choose(MeshSpec.named({"ep": 2}))
-    assert [number for number in (0, 1) if found.ctx.is_exact(number)] == sorted(late)
+    assert [number for number in (0, 1) if found.ctx.plans_in_call(number)] == sorted(late)
     assert len(ran) == 1 + len(late)
 
 

@@ -16,11 +16,15 @@ from moefx.compiler.pipeline import JOINT, PLACING, STEP, WHOLE
 ROOT = Path(__file__).parents[2]
 # What is refused without a room, and the words.
 REFUSED = {
+    "adaptive": ("formula='tutel'", "formula is 'tutel'"),
     "dedup": ("alltoall='dedup'", "no all-to-all 'dedup'"),
+    "exact": ("placement='exact'", "no policy of placement 'exact'"),
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
+    "hecate": ("placement='hecate'", "no policy of placement 'hecate'"),
     "llep": ("placement='llep'", "no policy of placement 'llep'"),
     "offload": ("keep='mpipemoe-s1'", "keep is 'mpipemoe-s1'"),
+    "rehoming": ("rehome_every=3", "no option 'rehome_every'"),
     "tuning": ("tune='online'", "no option 'tune'"),
 }
 IS_REFUSED = """
@@ -90,6 +94,11 @@ def test_the_core_trains_without_any_room(tmp_path):
 def test_without_a_room_the_others_load(tmp_path, name):
     """Its folder and its line in the list are all that goes."""
     without(tmp_path, [name], differs(name))
+
+
+@pytest.mark.parametrize("name", ["fastermoe", "llep"])
+def test_without_plans_in_the_call_policies_that_make_them_are_refused(tmp_path, name):
+    without(tmp_path, ["exact"], IS_REFUSED.format(option=f"placement={name!r}", words=f"{name!r}, which plans in"))
 
 
 @pytest.mark.full

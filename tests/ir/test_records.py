@@ -30,7 +30,7 @@ MAKERS = {
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/expand_transport.py", "features/saa/phase_returns.py",
     "passes/place_parameters.py", "passes/place_regions.py",
-    "passes/plan_exactly.py", "passes/raise_grouped.py",
+    "features/exact/plan_exactly.py", "passes/raise_grouped.py",
     "passes/sum_statistics.py", "passes/weigh_inside.py", "features/dedup/dedup_nodes.py", "features/dedup/place.py",
     "model/moves.py",  # asks whether a program takes its experts' part of whole weights
 }  # fmt: skip
@@ -61,7 +61,8 @@ WORDS = {
     "model/stats.py": {"gather_experts", "scatter_experts"},  # kinds of traffic
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
-    "planning/adaptive.py": {"dump", "dump_counts", "local_combine", "regroup", "slot_counts", "received_rows"},  # by r
+    "features/adaptive/prices.py": {"dump", "dump_counts", "local_combine", "regroup", "slot_counts",
+                                    "received_rows"},  # by r
     "features/dedup/price.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
     "costmodel/layers.py": {"repack"},  # a kind of tasks
     "ir/rules_weights.py": {"gather_weights", "scatter_weights"},

@@ -96,15 +96,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     terms = m.label_terms.default(x, idx[:, 0], -100, 4, 'mp')
     unterms = m.label_terms_backward.default(terms, x, idx[:, 0], terms, -100, 4, 'mp')
     lost = loss_of_parts(x, idx[:, 0], torch.float32, -100, 'mean', 0.0, 4, 'mp')
-    loads = m.exchange_loads.default([idx, idx], 8, 4, 'ep')
-    plan = m.plan_exact.default(loads, table, 2, 1, 4)
-    corrected = m.plan_calibrated.default(loads, moves, 2, 1, 4)
-    plan_table = m.planned_table.default(plan[0], 'cpu')
-    plan_quota = m.planned_quota.default(plan[1], 1, 4, 'ep', 'cpu')
-    planned = m.planned_traffic.default(counts, plan[0], plan[1], 1, 3, 4, 'ep')
-    held_slots = m.planned_slots.default(planned, 4, 'ep', 'cpu')
     fetched = m.gather_experts.default([up, bias], moves, 2, 3, 4, 'ep', None, None)
-    more = m.add_experts.default([fetched[0], fetched[1]], [up, bias], corrected[2], corrected[0], 2, 3, 4, 'ep', None)
+    more = m.add_experts.default([fetched[0], fetched[1]], [up, bias], moves, moves, 2, 3, 4, 'ep', None)
     sent_home = m.scatter_experts.default([fetched[0], fetched[1]], moves, 2, 3, 4, 'ep', None)
     put_together = m.gather_weights.default(up, 'dim 1 of 96 over ep', 4, 'ep', None)
     cut_again = m.scatter_weights.default(put_together, [2, 24, 16], 'dim 1 of 96 over ep', 4, 'ep', torch.float32)
@@ -168,8 +161,6 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
 @pytest.mark.parametrize(("name", "axis", "nbytes", "messages"), [
     # every one of 3 others gets my 8 counts
     ("traffic", "ep", 3 * 8 * I64, 3),
-    # the same of two chunks
-    ("loads", "ep", 3 * 2 * 8 * I64, 3),
     # 2 choices per token, 16 wide; of 4 equal parts one stays
     ("arrived", "ep", 3 * (2 * T // 4) * 16 * F32, 3),
     # 8 experts, 2 stay
@@ -218,8 +209,6 @@ def test_half_the_bytes_in_half_the_precision(nodes):
     ("grouped", 0, 2 * R * 16 * F32),
     ("spread", 0, F32 * (2 * 24 + R * 24) + I64 * 2),
     ("host", 0, 4 * 8 * I64),
-    ("plan_quota", 0, 8 * 4 * I64),  # of 8 experts on up to 4 ranks
-    ("held_slots", 0, 3 * I64),
     ("coded", None, F32 * 2 * T * 16 + 2 * T * (16 + F32)),  # int8 and a float as scale, per row
 ])  # fmt: skip
 def test_bytes_of_memory(nodes, name, flops, nbytes):
@@ -239,6 +228,5 @@ def test_a_sum_over_no_axis_sends_nothing():
 
 
 def test_markers_halves_and_homes_move_nothing(nodes):
-    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total",
-                 "plan", "planned"):
+    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total"):
         assert volume(nodes, name) == Volume(), name

@@ -45,7 +45,6 @@ def test_golden():
 
 @pytest.mark.parametrize(("ranks", "options", "room", "spare"), [
     (2, {}, 2, 0), (6, {}, 1, 0), (3, {"placement": "balanced", "copies": 1}, 2, 1),
-    (2, {"placement": "balanced", "rehome_every": 5}, 4, 2),
 ])  # fmt: skip
 def test_room_for_homes_and_copies(ranks, options, room, spare):
     _, gm, slots = assigned(RICH, ep=ranks, options=Options.named(**options))

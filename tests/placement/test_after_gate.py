@@ -1,4 +1,4 @@
-"""What follows from a plan of true counts: the rows of every chunk, and the traffic."""
+"""Plans of true counts: the traffic that follows, and whether copies pay."""
 
 from __future__ import annotations
 
@@ -8,32 +8,6 @@ import numpy as np
 
 from moefx.placement import after_gate, tables
 from moefx.placement.score import Costs
-
-
-def drawn(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(loads [n, C, E], quota [n, E, P]) that sum alike, with experts and chunks without rows."""
-    rng = np.random.default_rng(seed)
-    n, chunks, experts, places = rng.integers(1, 6, 4)
-    loads = rng.integers(0, 40, (n, chunks, experts)) * (rng.random((n, chunks, experts)) < 0.8)
-    totals = loads.sum(1)
-    ends = np.sort(rng.integers(0, totals[..., None] + 1, (n, experts, places)), -1)
-    ends[..., -1] = totals
-    return loads, np.diff(ends, axis=-1, prepend=0)
-
-
-def test_chunks_share_out_what_the_whole_region_has_to():
-    for seed in range(300):
-        loads, quota = drawn(seed)
-        found = after_gate.by_chunk(loads, quota)
-        assert (found >= 0).all(), seed
-        assert (found.sum(-1) == loads).all(), seed  # every row of a chunk goes somewhere
-        assert (found.sum(1) == quota).all(), seed  # and all of them where the plan says
-
-
-def test_a_chunk_is_a_picture_of_the_whole():
-    loads = np.full((1, 4, 1), 100)
-    found = after_gate.by_chunk(loads, np.array([[[280, 100, 20]]]))
-    np.testing.assert_array_equal(found[0, :, 0], [[70, 25, 5]] * 4)
 
 
 def test_traffic():
@@ -48,9 +22,9 @@ def test_copies_are_weighed():
     homes = tables.homes_only(owners, 2, sum(slots), 2).slots
     costs = Costs(1e-3, 0, 1e6, 1e6, (1e-8, 1e-8))  # a row takes a millisecond, and an expert on its way ten
     for counts, is_copied in ((skewed, True), (even, False)):
-        found, quota = after_gate.plan(counts[:, None], homes, slots, 2, costs)
-        assert ((found[:, 1:] >= 0).any(), (quota.sum(-1) == counts[:, None]).all()) == (is_copied, True)
-        assert (after_gate.plan(counts[:, None], homes, slots, 2)[0][:, 1:] >= 0).any()
+        found, quota = after_gate.balanced(counts, homes, slots, 2, costs)
+        assert ((found[:, 1:] >= 0).any(), (quota.sum(-1) == counts).all()) == (is_copied, True)
+        assert (after_gate.balanced(counts, homes, slots, 2)[0][:, 1:] >= 0).any()
 
 
 def test_copies_wait_for_the_gate_where_that_makes_them_less_late_than_a_forecast_is_wrong():

@@ -26,7 +26,7 @@ def ratio(plan: tables.Plan, loads: np.ndarray, cap: int) -> float:
 
 def test_every_policy_makes_right_tables():
     for case in skews(1, 12):
-        for policy in decide.POLICIES:
+        for policy in decide.policies():
             for costs in (None, COSTS):
                 plan = decide.plan(policy, case.loads, case.owners, case.slots, costs, per_node=2)
                 plan.check(case.owners, *case.slots)
@@ -146,6 +146,11 @@ def test_what_there_is_not_is_refused():
         shares.dispatch(["global"], np.ones((2, 2), dtype=int), np.eye(2, dtype=bool), (0, 1), 1)
 
 
+def test_greedy_slots_make_the_largest_part_small():
+    numbers = balance.greedy_numbers(np.array([80, 30, 10]), top=3, slots=4, most=3)
+    assert numbers.tolist() == [3, 1, 0]
+
+
 def test_copies_cross_to_a_node_once():
     """Expert 0 of rank 0 goes to all of three nodes of two ranks."""
     sent = score.moves(np.ones((1, 6), dtype=bool), [0], 2)
@@ -161,7 +166,7 @@ def test_what_every_policy_would_have_taken():
     assert steady["auto"] < steady["exact"] < steady["none"]
     jumped = decide.weighed(steps[2], steps[3], owners, slots, COSTS, 2)
     assert jumped["exact"] < min(jumped[policy] for policy in ("auto", "balanced", "hecate"))
-    assert steady.keys() == {*decide.POLICIES, "exact"}
+    assert steady.keys() == {*decide.policies(), "exact"}
 
 
 def test_chunks_hide_the_shorter_of_work_and_exchanges():

@@ -121,7 +121,7 @@ def test_without_parts_of_experts_there_is_no_best_r(limited):
     assert "r = 1 (weights stay)" in str(limited)
     assert "r*" not in str(limited)
     (region,) = limited.layers[0].regions
-    assert moefx.report.adaptive.as_dict(region)["optimum"] is None
+    assert region.adaptive.to_dict(region)["optimum"] is None
 
 
 def test_the_chosen_way_says_what_it_would_be_without_the_limit(limited, programs):

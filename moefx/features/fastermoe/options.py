@@ -1,3 +1,3 @@
 """A value of `placement`."""
 
-VALUES = {"placement": {"fastermoe": "all ranks get the experts whose copies pay, and keep their rows for them"}}
+VALUES = {"placement": {"fastermoe": "in the step, all ranks get the experts whose copies pay, for their own rows"}}

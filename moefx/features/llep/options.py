@@ -2,7 +2,7 @@
 
 from moefx.options.declare import NUMBER, Allowed, option, or_none
 
-VALUES = {"placement": {"llep": "ranks above their capacity give rows of busy experts to the least loaded ones"}}
+VALUES = {"placement": {"llep": "in the step, ranks above their capacity give rows to the least loaded ones"}}
 _FACTOR = Allowed(lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 1 <= v < float("inf"),
                   "a number from 1 on")
 

@@ -3,7 +3,6 @@
 from moefx.ir.ops import (
     copies,
     dense,
-    exact,
     exchange,
     experts,
     gathers,
@@ -21,6 +20,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "layers", "materialize", "order",
+__all__ = ["copies", "dense", "exchange", "experts", "gathers", "layers", "materialize", "order",
            "parameters", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import MoefxError
-from moefx.placement import after_gate
+from moefx.features.exact import transport
 from tests.support.sharing import run_sharing
 from tests.support.skewed import NOTED, SPARE, K, Skewed, Step, noting, reference, skews, trained
 
@@ -38,7 +38,7 @@ def test_shadowed_experts_of_fastermoe_keep_rows_at_home():
     torch.manual_seed(0)
     model, steps = Skewed(stacked=True), skews(3)
     wanted = [reference(model, step) for step in steps]
-    with mock.patch.object(after_gate, "plan", noting(after_gate.plan)):
+    with mock.patch.object(transport, "plan", noting(transport.plan)):
         rows = run_sharing(3, shadowed, model, steps, wanted)
     assert all(each[1][0] == [0, 1] for each in rows)
     assert [each[1][1] for each in rows] == [K * len(tokens) for tokens in steps[1][0]]

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import MoefxError
+from moefx.features.exact import transport
 from moefx.features.llep.least_loaded import LeastLoaded
-from moefx.placement import after_gate, tables
+from moefx.placement import tables
 from moefx.placement.score import Costs
 from tests.support.sharing import run_sharing
 from tests.support.skewed import NOTED, SPARE, K, Skewed, Step, noting, reference, skews, trained
@@ -101,7 +102,7 @@ def test_it_trains_to_the_numbers_of_one_device(stacked, options):
     torch.manual_seed(0)
     model, steps = Skewed(stacked=stacked), skews(3)
     wanted = [reference(model, step) for step in steps]
-    with mock.patch.object(after_gate, "plan", noting(after_gate.plan)):
+    with mock.patch.object(transport, "plan", noting(transport.plan)):
         rows = run_sharing(3, trains, model, steps, wanted, options)
     assert rows[0] == rows[1] == rows[2]
     copies, computed, at_home = rows[0][1]  # all rows to two experts of one rank

@@ -11,14 +11,16 @@ import pytest
 
 import moefx
 from moefx import _torch_compat as compat
+from moefx import rooms
 from moefx.context.decisions import Choice
-from moefx.costmodel.adaptive import weights_over
 from moefx.costmodel.amounts import amounts_of, at
+from moefx.features.adaptive.prices import allowed, numbers_with, way_with
+from moefx.features.adaptive.ranks import weights_over
 from moefx.features.tuning import arms
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit
 from moefx.options import Options
-from moefx.planning import adaptive, planner, pricing
+from moefx.planning import planner, pricing
 from moefx.planning.memory import peaks
 from moefx.planning.pieces import GATHERED, SCATTERED
 from moefx.planning.planner import SIMPLER, decide
@@ -57,8 +59,8 @@ def test_it_is_priced_as_the_program_that_has_it(r):
     """Every stage within a thousandth, and to the byte what weights are gathered and summed."""
     (step, ctx), (other, other_ctx) = of(PARTS), of(PARTS, r=r)
     facts = ctx.decisions.regions[0]
-    ours, theirs = adaptive.numbers_with(r, numbers(step, ctx, "s1", 0), ctx), numbers(other, other_ctx, "s1", 0)
-    way = adaptive.way_with(r, facts.way, ctx)
+    ours, theirs = numbers_with(r, numbers(step, ctx, "s1", 0), ctx), numbers(other, other_ctx, "s1", 0)
+    way = way_with(r, facts.way, ctx)
     assert way == other_ctx.decisions.regions[0].way
     over = weights_over(ctx.mesh, r)
     assert over == other_ctx.weights_over(0)
@@ -93,8 +95,8 @@ def test_memory_is_that_of_the_program_that_has_it(r):
 
 def test_without_an_exchange_all_weights_are_gathered():
     (step, ctx), (other, other_ctx) = of(PARTS), of(PARTS, r=0)
-    assert other_ctx.decisions.regions[0].way == adaptive.way_with(0, ctx.decisions.regions[0].way, ctx)
-    ours = adaptive.numbers_with(0, numbers(step, ctx, "s1", 0), ctx)
+    assert other_ctx.decisions.regions[0].way == way_with(0, ctx.decisions.regions[0].way, ctx)
+    ours = numbers_with(0, numbers(step, ctx, "s1", 0), ctx)
     assert all(ours[graph][kind] == [] for graph in ours for kind in ("A1", "A2"))
     products = [p.amounts.gemm for p in ours["forward"]["E"] if p.amounts.gemm]
     sizes, found = Sizes.of(other, other_ctx).split, []
@@ -171,8 +173,8 @@ def test_no_time_falls_where_links_are_slower():
 
 def test_work_ahead_hides_what_is_gathered():
     step, ctx = of(PARTS)
-    facts, found = ctx.decisions.regions[0], adaptive.numbers_with(1, numbers(step, ctx, "s1", 0), ctx)
-    way, cluster, seconds = adaptive.way_with(1, facts.way, ctx), replace(MACHINES["slow"], ranks_per_node=64), []
+    facts, found = ctx.decisions.regions[0], numbers_with(1, numbers(step, ctx, "s1", 0), ctx)
+    way, cluster, seconds = way_with(1, facts.way, ctx), replace(MACHINES["slow"], ranks_per_node=64), []
     for before in (0.0, 1e-3, 1.0):
         price = Price(ctx, cluster, way, 1, "esp0+esp1", {"forward": before, "backward": before})
         seconds.append(price.candidate(found, Choice()))
@@ -189,8 +191,8 @@ def test_work_ahead_hides_what_is_gathered():
 def test_what_is_gathered_within_a_node_slows_the_work_ahead_down():
     """Though what hides it is no exchange of the region, and the region's own go between nodes."""
     step, ctx = of(PARTS)
-    facts, found = ctx.decisions.regions[0], adaptive.numbers_with(1, numbers(step, ctx, "s1", 0), ctx)
-    way, over, cluster = adaptive.way_with(1, facts.way, ctx), weights_over(ctx.mesh, 1), replace(
+    facts, found = ctx.decisions.regions[0], numbers_with(1, numbers(step, ctx, "s1", 0), ctx)
+    way, over, cluster = way_with(1, facts.way, ctx), weights_over(ctx.mesh, 1), replace(
         MACHINES["slow"], ranks_per_node=4)  # fmt: skip
     prices = [Price(ctx, each, way, 1, over, {"forward": 1.0}) for each in
               (cluster, replace(cluster, interference={("compute", "intra"): 0.5, ("intra", "compute"): 1.0}))]
@@ -276,9 +278,10 @@ def _run(rank, world, layout, case, steps, cluster):
 
 @pytest.mark.full
 def test_what_was_chosen_is_what_runs(monkeypatch):
-    plain = adaptive.allowed
-    monkeypatch.setattr(adaptive, "allowed", lambda number, split, ctx, **more: (
-        (1,) if split == "s1" and ctx.options.parallel.r is None else plain(number, split, ctx, **more)))  # fmt: skip
+    feature = rooms.FEATURES["adaptive"]
+    changed = replace(feature.degrees, allowed=lambda number, split, ctx, *more: (
+        (1,) if split == "s1" and ctx.options.parallel.r is None else allowed(number, split, ctx, *more)))  # fmt: skip
+    monkeypatch.setitem(rooms.FEATURES, "adaptive", replace(feature, degrees=changed))
     monkeypatch.setattr(planner, "allowed", lambda region, ctx: ("s1",))
     case, layout = shallow("mixtral-grouped_mm"), ((2, 2), ("ep", "esp"))
     found = run_sharing(4, _run, layout, case, steps_of(case, [[(2, 6), (3, 10), (2, 4), (1, 8)]]), MACHINES["slow"])

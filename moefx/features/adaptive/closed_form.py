@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -28,38 +29,14 @@ from moefx.axes import MeshSpec
 from moefx.costmodel.curves import Name, number, symbol
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.ways import N_MP, Leg, Q, amounts_of_leg
-from moefx.errors import MeshError, MoefxError
+from moefx.errors import MoefxError
+from moefx.features.adaptive.prices import Pieces, Weights
+from moefx.features.adaptive.ranks import degrees, tokens_over, weights_over
+from moefx.planning.plans import RegionPlan
 
 P = sympy.Symbol("p", nonnegative=True)
 EXCHANGES, GATHERS = 4, 3  # of a step: rows and gradients, there and back; weights, weights again, their gradients
 SLOPE = 1.01  # a rate is that of so much more
-
-
-def divisors(n: int) -> tuple[int, ...]:
-    """Ascending."""
-    return tuple(r for r in range(1, n + 1) if n % r == 0)
-
-
-def degrees(mesh: MeshSpec) -> tuple[int, ...]:
-    """Every r that the root dims of `esp` allow, ascending, without 0."""
-    found = []
-    for r in divisors(mesh.size("esp")):
-        try:
-            mesh.token_dims(r)
-        except MeshError:
-            continue
-        found.append(r)
-    return tuple(found)
-
-
-def tokens_over(mesh: MeshSpec, r: int) -> str:
-    """The axis over which rows travel."""
-    return mesh.axis("+".join((*mesh.dims("ep"), *mesh.token_dims(r)))) if r else ""
-
-
-def weights_over(mesh: MeshSpec, r: int) -> str:
-    """The axis over which weights are gathered."""
-    return mesh.axis("esp" if r else "ep+esp", but="+".join(mesh.token_dims(r)))
 
 
 def legs(mesh: MeshSpec, r: int) -> tuple[Leg, ...]:
@@ -107,6 +84,41 @@ class Adaptive:
     def fastest(self) -> int:
         return min(self.seconds, key=lambda r: (self.seconds[r], -r))
 
+    def lines(self, plan: RegionPlan) -> list[str]:
+        """T(r), r* and f* of a region, and the best predicted time with each r that is open."""
+        most, best = max(self.seconds, default=1), self._best(plan)
+        lines = []
+        for r in sorted(self.seconds, reverse=True):
+            said = f"forward and backward {1e3 * best[r]:.3f} ms at best" if r in best else "not open"
+            others = f"weights are gathered over {most // max(r, 1)} ranks"
+            what = {0: "no row moves", most: "weights stay"}.get(r, others)
+            lines.append(f"r = {r} ({what}): {said}; T({r}) = {1e3 * self.seconds[r]:.3f} ms = {self.formulas[r]}")
+        best_r = ""
+        if most > 1:  # with one rank to an expert there is no r between
+            gain = f"r = {most} is faster than r = 1 whatever the rows; "
+            if self.crossover < math.inf:
+                gain = f"with more than f* = {self.crossover:.3g} times the rows r = 1 is faster than r = {most}; "
+            best_r = f"r* = {self.optimum:.3g}; {gain}"
+        lines.append(f"{best_r}q = {self.rows:.0f} bytes of rows, p = {self.weights:.0f} of weights")
+        return lines
+
+    def to_dict(self, plan: RegionPlan) -> dict[str, Any]:
+        """The same as data."""
+        best = self._best(plan)
+        table = [{"r": r, "transfers_s": seconds, "formula": str(self.formulas[r]), "best_s": best.get(r)}
+                 for r, seconds in self.seconds.items()]  # fmt: skip
+        is_open = max(self.seconds, default=1) > 1
+        return {"optimum": self.optimum if is_open else None, "crossover": self.crossover if is_open else None,
+                "rows_bytes": self.rows, "weights_bytes": self.weights, "by_r": table}  # fmt: skip
+
+    def _best(self, plan: RegionPlan) -> dict[int, float]:
+        """Seconds of the fastest candidate, by r."""
+        most, found = max(self.seconds, default=1), {}
+        for each in plan.candidates:
+            r = most if each.choice.r is None else each.choice.r
+            found[r] = min(each.seconds, found.get(r, math.inf))
+        return found
+
 
 def adaptive(mesh: MeshSpec, machine: Machine, rows: float, weights: float) -> Adaptive:
     """rows, weights: q and p in bytes. What a machine has no times for is left out."""
@@ -122,6 +134,11 @@ def adaptive(mesh: MeshSpec, machine: Machine, rows: float, weights: float) -> A
         "all_gather", mesh.axis("esp"), ranks * weights, mesh, machine)  # fmt: skip
     ratio = GATHERS * rates[1] * weights / (EXCHANGES * rates[0] * rows) if rates[0] * rows else math.inf
     return Adaptive(rows, weights, found, formulas, best_degree(ratio, ranks), crossover(mesh, machine, rows, weights))
+
+
+def of_region(rows: float, forward: Pieces, mesh: MeshSpec, machine: Machine) -> Adaptive:
+    """rows: q of a region in bytes; forward: its pieces in numbers."""
+    return adaptive(mesh, machine, rows, sum(Weights.of(forward).used))
 
 
 def crossover(mesh: MeshSpec, machine: Machine, rows: float, weights: float) -> float:

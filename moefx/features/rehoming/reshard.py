@@ -1,9 +1,7 @@
-"""Hecate's two algorithms: which experts are copied in a step, and where they live for many steps.
+"""Hecate's algorithm 2 (heterogeneous sharding): where experts live for many steps.
 
-Source: Hecate, algorithms 1 (sparse materialisation) and 2 (heterogeneous sharding), sections 4.2 and 4.3. What the
-text leaves open is filled in: the hottest experts are defined before the branch; parts of slots are in proportion to
-the loads, with the largest remainders; ranks without free slots take no part; slots per rank are rounded up; hot
-experts go to nodes in turn, so that no node sends all the copies.
+Source: Hecate, section 4.3. What the text leaves open is filled in: slots per rank are rounded up; hot experts go to
+nodes in turn, so that no node sends all the copies.
 """
 
 from __future__ import annotations
@@ -15,31 +13,6 @@ import numpy as np
 from moefx.placement import balance, shares
 
 GAIN = 32  # homes move if what the busiest ranks have falls by more than one part in so many
-
-
-def materialise(totals: np.ndarray, owners: Sequence[int], ranks: int, overlap: int, spare: int,
-                per_node: int) -> np.ndarray:
-    """Algorithm 1. [E, n] bool: who has which expert. totals [E]: rows of every expert; overlap: how many experts can
-    be gathered in the time that hides it (t); spare: how many copies a rank can hold (m)."""
-    overlap = min(overlap, len(totals))
-    spare = min(spare, overlap)
-    hot = balance.hottest(totals, overlap)
-    if overlap <= spare:
-        held = balance.homes(owners, ranks)
-        held[hot] = True
-        return held
-    return balance.place(_in_proportion(totals, hot, ranks * spare, ranks - 1), totals, owners, ranks, spare, per_node)
-
-
-def _in_proportion(totals: np.ndarray, hot: np.ndarray, slots: int, most: int) -> np.ndarray:
-    """[E]: copies of the hot experts in proportion to their rows, `slots` in all, at most `most` of each."""
-    found = np.zeros(len(totals), dtype=np.int64)
-    if not len(hot):
-        return found
-    parts, rest = np.divmod(totals[hot] * slots, totals[hot].sum())
-    parts[np.argsort(-rest, kind="stable")[: slots - int(parts.sum())]] += 1
-    found[hot] = np.minimum(parts, most)
-    return found
 
 
 def reshard(loads: np.ndarray, owners: Sequence[tuple[int, ...]], ranks: int, per_node: int, rooms: Sequence[int],

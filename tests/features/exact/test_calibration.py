@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from moefx.placement import after_gate, calibration, decide, exact, tables
+from moefx.features.exact import calibration, transport
+from moefx.placement import decide, exact, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 from tests.support.skews import Skew, fits, least_cap, skews, traces, zipf
@@ -50,7 +51,7 @@ def test_copies_come_until_ranks_are_even_or_slots_full():
             before = calibration.forecast(case.loads, case.owners, case.slots).slots
             table, quota = calibration.plan(real, before, case.slots, 2, is_weighed=False)
             rows = checked(replace(case, loads=real), before, table, quota)
-            came, ranks = calibration.added(before, table), len(rows)
+            came, ranks = transport.added(before, table), len(rows)
             assert (came >= 0).sum() - len(came) == (table >= 0).sum() - (before >= 0).sum()
             was = least_cap(real.sum(0), tables.held(before, ranks, sum(case.slots)), int(real.sum()))
             assert rows.max() <= max(1.02 * was, was + 1)  # never worse than what was there
@@ -65,7 +66,7 @@ def test_copies_come_until_ranks_are_even_or_slots_full():
 def test_what_was_added_is_what_came():
     before = np.array([[0, 3, -1], [1, -1, -1], [4, 2, -1]])
     after = np.array([[0, 3, -1], [1, 5, 8], [4, 2, 7]])
-    np.testing.assert_array_equal(calibration.added(before, after), [[0, -1, -1], [1, 5, 8], [4, 7, -1]])
+    np.testing.assert_array_equal(transport.added(before, after), [[0, -1, -1], [1, 5, 8], [4, 7, -1]])
 
 
 def test_late_copies_are_weighed():
@@ -74,7 +75,7 @@ def test_late_copies_are_weighed():
     skewed, even = np.full((2, 4), [40, 40, 1, 1]), np.full((2, 4), [11, 10, 10, 10])
     for counts, costs, is_copied in ((skewed, COSTS, True), (even, COSTS, False), (skewed, None, True),
                                      (even, None, True), (skewed, replace(COSTS, expert_bytes=1e8), False)):
-        table, quota = after_gate.plan(counts[:, None], before, slots, 2, costs, calibration.plan)
+        table, quota = transport.plan(counts[:, None], before, slots, 2, costs, calibration.plan)
         assert ((table[:, 1:] >= 0).any(), (quota.sum(-1) == counts[:, None]).all()) == (is_copied, True)
 
 

@@ -48,18 +48,6 @@ def seconds(expected: np.ndarray, real: np.ndarray, owners: Sequence[int], slots
     return late + costs.exposed(tables.held(before, len(real), sum(slots)), owners, per_node)
 
 
-def added(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """[E, P]: of tables before and after copies came, the homes and the copies that came."""
-    found = np.full_like(after, -1)
-    found[:, 0] = after[:, 0]
-    old = np.where(before < 0, -2, before)
-    is_new = (after >= 0) & (after[:, :, None] != old[:, None, :]).all(2)
-    for expert in np.flatnonzero(is_new.any(1)):
-        came = after[expert, is_new[expert]]
-        found[expert, 1 : 1 + len(came)] = came
-    return found
-
-
 def _planned(counts: np.ndarray, before: np.ndarray, slots: tuple[int, int], per_node: int, costs: Costs | None, *,
              is_weighed: bool = True) -> tuple[np.ndarray, np.ndarray, float]:  # fmt: skip
     """As `plan`, and the seconds of experts, exchanges, and what copies are late by."""

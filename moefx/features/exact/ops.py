@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from moefx.errors import VerifyError
+from moefx.features.exact import calibration, transport
+from moefx.features.exact.rules import of_loads
 from moefx.ir import world
-from moefx.ir.op import Along, Stage, Tokens, Volume, define, nbytes
+from moefx.ir.op import VALUES, Along, Stage, Tokens, Volume, define, nbytes
 from moefx.ir.redistribute import redistribute
-from moefx.placement import after_gate, calibration, tables
+from moefx.placement import tables
 
 
 @torch.library.custom_op("moefx::exchange_loads", mutates_args=())
@@ -43,7 +45,7 @@ def plan_exact(loads: Tensor, homes: Tensor, room: int, spare: int, per_node: in
 
     Constraints: as few copies as an optimal transport needs, at most `spare` on a rank.
     """
-    found = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node)
+    found = transport.plan(loads.numpy(), homes.numpy(), (room, spare), per_node)
     return torch.from_numpy(found[0]), torch.from_numpy(found[1])
 
 
@@ -63,8 +65,8 @@ def plan_calibrated(loads: Tensor, moves: Tensor, room: int, spare: int,
     """
     counts, before = loads.sum(1).numpy(), moves.numpy()
     table, quota = calibration.plan(counts, before, (room, spare), per_node, is_weighed=False)
-    rows = after_gate.by_chunk(loads.numpy(), quota)
-    return torch.from_numpy(table.copy()), torch.from_numpy(rows), torch.from_numpy(calibration.added(before, table))
+    rows = transport.by_chunk(loads.numpy(), quota)
+    return torch.from_numpy(table.copy()), torch.from_numpy(rows), torch.from_numpy(transport.added(before, table))
 
 
 @plan_calibrated.register_fake
@@ -130,22 +132,23 @@ def _copied(node) -> Volume:
     return Volume(hbm_bytes=nbytes(node))
 
 
-_ops, _runtime = torch.ops.moefx, "moefx.runtime.exact"
+_ops, _runtime = torch.ops.moefx, "moefx.features.exact.runtime"
+VALUES.update({"loads", "plan"})
 _planned = partial(define, again=False, drawn="routing")  # the backward goes by the forward's plan
 redistribute(
-    _ops.exchange_loads.default, "V", "I", again=False, stage=Stage.COUNTS, tokens=Tokens(gives="loads", rule="loads"),
+    _ops.exchange_loads.default, "V", "I", again=False, stage=Stage.COUNTS, tokens=Tokens(gives="loads", rule=of_loads),
     runtime=f"{_runtime}.exchange_loads_start(session, step_state, choices, experts, axis=axis, region=region, "
             "learner=learner)",
 )  # fmt: skip
 _planned(
     _ops.plan_exact.default, volume=lambda node: Volume(),
-    tokens=Tokens({"loads": "loads", "homes": "moves"}, ("moves", "plan"), rule="plan"),
+    tokens=Tokens({"loads": "loads", "homes": "moves"}, ("moves", "plan")),
     runtime=f"{_runtime}.plan_exact(session, loads, homes, room=room, spare=spare, per_node=per_node, "
             "learner=learner)",
 )  # fmt: skip
 _planned(
     _ops.plan_calibrated.default, volume=lambda node: Volume(),
-    tokens=Tokens({"loads": "loads", "moves": "moves"}, ("moves", "plan", "added"), rule="calibrated"),
+    tokens=Tokens({"loads": "loads", "moves": "moves"}, ("moves", "plan", "added")),
     runtime=f"{_runtime}.plan_calibrated(session, loads, moves, room=room, spare=spare, per_node=per_node, "
             "learner=learner)",
 )  # fmt: skip
@@ -155,12 +158,12 @@ _planned(
 )  # fmt: skip
 _planned(
     _ops.planned_quota.default, volume=_copied, along=Along("I", "V", dim=None),
-    tokens=Tokens({"rows": "plan"}, "quota", rule="planned_quota"),
+    tokens=Tokens({"rows": "plan"}, "quota"),
     runtime=f"{_runtime}.planned_quota(session, rows, chunk=chunk, axis=axis)",
 )  # fmt: skip
 _planned(
     _ops.planned_traffic.default, volume=lambda node: Volume(), along=Along("I", "I", of="rows"),
-    tokens=Tokens({"rows": "plan", "moves": "moves", "counts": "counts"}, "host", rule="planned_traffic"),
+    tokens=Tokens({"rows": "plan", "moves": "moves", "counts": "counts"}, "host"),
     runtime=f"{_runtime}.planned_traffic(session, moves, rows, chunk=chunk, slots=slots, axis=axis)",
 )  # fmt: skip
 _planned(

@@ -16,10 +16,10 @@ from torch.fx import Node
 
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.adaptive import degrees, tokens_over, weights_over
 from moefx.costmodel.amounts import Amounts, Kind
 from moefx.costmodel.memory import Storage
 from moefx.costmodel.ways import FORMS
+from moefx.features.adaptive.ranks import degrees, tokens_over, weights_over
 from moefx.ir import edit
 from moefx.ir.op import Gemm, Volume, lookup
 from moefx.ir.ops.order import wait
@@ -34,7 +34,7 @@ _OF_COPIES = ("dump", "dump_counts", "local_combine")
 _OF_ARRIVED = ("regroup", "slot_counts", "received_rows")
 
 
-def allowed(number: int, schedule: str, ctx: PassContext, *, has_limit: bool = False) -> tuple[int, ...]:
+def allowed(number: int, schedule: str, ctx: PassContext, has_limit: bool = False) -> tuple[int, ...]:
     """Every r that a region may have by a schedule, that of the program first; where the options name one, it alone.
     Tokens that are gathered, rows that are where they arrive, and those of a schedule that the options name, go to all
     ranks. All experts are gathered (r = 0) only where a limit of memory says whether they fit: whoever spreads them may
@@ -50,6 +50,11 @@ def allowed(number: int, schedule: str, ctx: PassContext, *, has_limit: bool = F
         return (n if asked is None else asked,)
     found = degrees(ctx.mesh)[::-1]
     return (*found, 0) if has_limit and ctx.slots(number) is None else found
+
+
+def change(r: int, numbers: Mapping[str, Pieces], way: Way, ctx: PassContext) -> tuple[dict[str, Pieces], Way, str]:
+    """Pieces and hops of a region with r, and the axis over which weights are gathered."""
+    return numbers_with(r, numbers, ctx), way_with(r, way, ctx), weights_over(ctx.mesh, r)
 
 
 def way_with(r: int, way: Way, ctx: PassContext) -> Way:

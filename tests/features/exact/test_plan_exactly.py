@@ -9,11 +9,12 @@ from moefx.analysis.checking.compare import Comparison
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext
 from moefx.errors import VerifyError
+from moefx.features.exact import plan_exactly
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.verify import verify
 from moefx.options import Options
-from moefx.passes import assign_slots, chunk, gather_experts, place_parameters, place_regions, plan_exactly
+from moefx.passes import assign_slots, chunk, gather_experts, place_parameters, place_regions
 from tests.passes.test_place_regions import ROWS
 from tests.support.graphs import short
 from tests.support.placing import STACK_OUTSIDE, facts_of, placed
@@ -127,7 +128,7 @@ def test_meaning(source, chunks, axes, placement):
     ("r0_exact_quota_c1", 1, 0, "route goes by what was planned for other choices"),
     ("r0_exact_host_c1", 3, 0, "the rows of this routing do not go by this plan and chunk"),
     ("r0_loads", 0, ("idx_1of2", "idx_0of2"), "route goes by what was planned for other choices"),
-    ("route_c1", 2, "r0_moves", "the rows of one plan, and the table of another"),
+    ("route_c1", 2, "r0_moves", "route takes moves for its table"),
 ], ids=["quota of another chunk", "traffic of another chunk", "other choices", "another table"])  # fmt: skip
 def test_the_verifier_names(name, place, wrong, message):
     before, gm, _, ctx = planned(ROWS, chunks=2, run=(chunk, assign_slots, place_regions, plan_exactly), ep=2)

@@ -10,11 +10,12 @@ import pytest
 import sympy
 
 from moefx.axes import MeshSpec
-from moefx.costmodel import adaptive
-from moefx.costmodel.adaptive import P, best_degree, degrees, nearest
 from moefx.costmodel.curves import AlphaBeta
 from moefx.costmodel.machines import preset
 from moefx.costmodel.ways import Q
+from moefx.features.adaptive import closed_form as adaptive
+from moefx.features.adaptive.closed_form import P, best_degree, nearest
+from moefx.features.adaptive.ranks import degrees
 
 # Tutel's example: kBLM bytes of rows where f is 1, and an expert, on four ranks; 20 GB/s.
 ROWS, EXPERT, SHARED = 33.5e6, 67e6, 4

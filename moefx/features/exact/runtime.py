@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefx.placement import after_gate, calibration, tables
+from moefx.features.exact import transport
+from moefx.placement import tables
 from moefx.runtime.collectives import exchange_counts_start
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle, HostCopy
@@ -52,20 +53,20 @@ def _rows_per_expert(ids: Tensor, experts: int) -> Tensor:
 
 def plan_exact(session: Session, loads: Tensor, homes: Tensor, *, room: int, spare: int, per_node: int,
                learner: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `placement.after_gate`, all on the host.
+    """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `transport.plan`, all on the host.
     learner: the region, for what its placement weighs."""
     costs, in_call = session.placements.weighed(learner), session.placements.in_call
-    moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs, in_call)
+    moves, rows = transport.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs, in_call)
     return torch.from_numpy(moves), torch.from_numpy(rows)
 
 
 def plan_calibrated(session: Session, loads: Tensor, moves: Tensor, *, room: int, spare: int, per_node: int,
                     learner: str | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """loads [n, C, E], moves [E, P] -> (table [E, P], rows [n, C, E, P], added [E, P]), see `placement.calibration`;
+    """loads [n, C, E], moves [E, P] -> (table [E, P], rows [n, C, E, P], added [E, P]), see `calibration`;
     all on the host. learner: as of `plan_exact`."""
-    costs, before = session.placements.weighed(learner), moves.numpy()
-    table, rows = after_gate.plan(loads.numpy(), before, (room, spare), per_node, costs, calibration.plan)
-    return torch.from_numpy(table), torch.from_numpy(rows), torch.from_numpy(calibration.added(before, table))
+    before = moves.numpy()
+    table, rows = plan_exact(session, loads, moves, room=room, spare=spare, per_node=per_node, learner=learner)
+    return table, rows, torch.from_numpy(transport.added(before, table.numpy()))
 
 
 def planned_table(session: Session, moves: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ _ops = torch.ops.moefx
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     for number, slots in sorted(ctx.decisions.slots.items()):
-        if slots.spare and ctx.is_exact(number):
+        if slots.spare and ctx.plans_in_call(number):
             _plan(gm, number, slots, ctx)
             result.changed(f"region {number} is balanced after the gate, with up to {slots.spare} copies on a rank")
     if result.changes:
@@ -56,7 +56,7 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
     routes = [_in_region(gm, each.number, _ops.route.default) for each in facts]
     choices = [route.args[0] for route in routes]
     homes = table_of(gm, number, "moves")
-    op = _ops.plan_calibrated if ctx.is_calibrated else _ops.plan_exact
+    op = _ops.plan_calibrated if ctx.corrects else _ops.plan_exact
     gathers = [user for user in homes.users if user.target is _ops.gather_experts.default]
     with edit.at(routes[0]) as graph:
         loads = edit.call(graph, _ops.exchange_loads.default, choices, experts, n, axis, name=f"r{number}_loads")
@@ -68,7 +68,7 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
                           name=f"r{number}_exact_table")  # fmt: skip
     table_of(gm, number).replace_all_uses_with(table)
     for gather in gathers:
-        if ctx.is_calibrated:
+        if ctx.corrects:
             _add_copies(gather, plan, moves)
         else:
             gather.replace_input_with(homes, moves)

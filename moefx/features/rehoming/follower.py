@@ -1,25 +1,39 @@
-"""Homes of experts that move every so many optimizer steps, by what calls have counted: Hecate, Algorithm 2."""
+"""Before a call that trains, homes of experts move if so many optimizer steps have passed since they last did."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from moefx.features.rehoming.reshard import reshard
+from moefx.model.api import CompiledModule
 from moefx.model.moves import Experts, Moves, experts_of
 from moefx.model.runner import Runner
-from moefx.placement import hecate
+from moefx.rooms import Change
 from moefx.runtime.placement import Placements
 from moefx.runtime.together import Ranks
 
 
-def begin_call(ranks: Ranks, runners: Sequence[Runner], moves: Moves, every: int, *, is_training: bool) -> None:
-    """Say where experts are in a call of the model that begins. every: `Placement.rehome_every`. A collective of all
-    ranks where homes are to move."""
-    placements = ranks.session.placements
-    if is_training and every and placements.updates >= every and rehome(ranks, runners, moves, placements):
-        placements.updates = 0
-    placements.begin_call(ranks.session, is_training=is_training)
+class Rehoming:
+    """Of one compiled model."""
+
+    changes: tuple[Change, ...] = ()
+
+    def __init__(self, compiled: CompiledModule) -> None:
+        self._compiled, self._every = compiled, compiled.options.placement.rehome_every
+
+    def set_arm(self, given: tuple) -> None:
+        """Programs of all choices have the same homes."""
+
+    def begin_call(self, given: tuple, args: tuple, kwargs: Mapping[str, Any], *, grad: bool) -> None:
+        """A collective of all ranks where homes are to move."""
+        compiled, placements = self._compiled, self._compiled._session.placements
+        if not (compiled.training and grad) or placements.updates < self._every:
+            return
+        if rehome(compiled._ranks(), compiled._runners, compiled._moves, placements):
+            placements.updates = 0
 
 
 def rehome(ranks: Ranks, runners: Sequence[Runner], moves: Moves, placements: Placements) -> bool:
@@ -38,7 +52,7 @@ def rehome(ranks: Ranks, runners: Sequence[Runner], moves: Moves, placements: Pl
         loads = np.sum([[each[place] for place in places] for each in found], axis=0)
         first = next(each for each in placements.regions.values() if each.name in layers[0].names)
         homes = [experts.owners for experts in layers]
-        after = hecate.reshard(loads, homes, first.ranks, first.per_node, [experts.most for experts in layers])
+        after = reshard(loads, homes, first.ranks, first.per_node, [experts.most for experts in layers])
         owners |= {experts.names[1]: each for experts, each in zip(layers, after)}
     return moves.move(ranks, runners, owners, or_not=True)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import MoefxError
-from moefx.placement import after_gate
+from moefx.features.exact import transport
 from moefx.runtime.plan import RoutePlan
 from tests.support.breadth import places
 from tests.support.parity import compare, gradients
@@ -79,7 +79,7 @@ def test_every_rank_computes_as_many_rows(stacked, dims, options):
     model, steps = Skewed(stacked=stacked), skews(ranks)
     wanted = [reference(model, step) for step in steps]
     with mock.patch.object(RoutePlan, "of", noting(RoutePlan.of)), mock.patch.object(
-        after_gate, "plan", noting(after_gate.plan)):
+        transport, "plan", noting(transport.plan)):
         rows = run_sharing(ranks, balanced, model, steps, wanted, dims, options)
     for number, (tokens, _) in enumerate(steps):
         for group in torch.arange(ranks).view(-1, dims[0][-1]).tolist():  # along ep
@@ -114,7 +114,7 @@ def test_copies_by_a_forecast_are_corrected_after_the_gate(stacked, options):
     model, (_, (tokens, hot), *_) = Skewed(stacked=stacked), skews(3)
     jump = [(tokens, hot)] * 4 + [(tokens, hot.roll(4))] * 2
     wanted = [reference(model, step) for step in jump]
-    with mock.patch.object(after_gate, "plan", noting(after_gate.plan)):
+    with mock.patch.object(transport, "plan", noting(transport.plan)):
         rows = run_sharing(3, calibrated, model, jump, wanted, options)
     assert rows[0] == rows[1] == rows[2]
     before, after, uneven = zip(*rows[0])

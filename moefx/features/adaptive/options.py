@@ -1,0 +1,3 @@
+"""A value of `formula`."""
+
+VALUES = {"formula": {"tutel": "r"}}
