@@ -71,4 +71,8 @@ def function(node: Node) -> str:
     target = node.target
     if isinstance(target, str):
         return f".{target}"
-    return str(target) if hasattr(target, "_schema") else f"{target.__module__}.{target.__qualname__}"
+    if hasattr(target, "_schema"):
+        return str(target)
+    if not hasattr(target, "__qualname__"):  # an object that is called, as those for numpy
+        return f"{type(target).__module__}.{type(target).__qualname__}({vars(target)})"
+    return f"{target.__module__}.{target.__qualname__}"

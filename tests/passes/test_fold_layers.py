@@ -140,6 +140,25 @@ def test_a_switch_compiles_flat(monkeypatch):
     assert run(gm, ctx, fold_layers).changes == []
 
 
+class Called:
+    """No function, as what dynamo makes of a function of numpy."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize(("factors", "folded"), [((2.0, 2.0, 2.0), 2), ((2.0, 2.0, 3.0), 0)])
+def test_objects_that_are_called(factors, folded):
+    gm, ctx = read(layers(3))
+    for node, factor in zip(gm.graph.find_nodes(op="call_function", target=torch.nn.functional.silu), factors):
+        node.target = Called(factor)
+    fold_layers.run(gm, ctx)
+    assert len(calls(gm, layer_again)) == folded
+
+
 # ---- refusals
 
 
