@@ -4,7 +4,8 @@ Contract
     takes  CAPTURED   one graph
     gives  CAPTURED   the same, in which of three and more equal layers all but the first are one call (`layer_again`);
                       `unfold_layers` writes them out again
-    never  a layer that writes to what it reads, gives others a number, or shares a parameter with another one
+    never  a layer that writes to what it reads, gives others a number, or shares a parameter with another one; nor
+           modules that stand beside one another, as experts do
 
 Pseudo-code
     for kind in kinds of equal layers                                       # analysis/kinds.py
@@ -36,9 +37,10 @@ from moefx.options import by_kinds
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    found = kinds.find(gm).several().found if by_kinds() else ()
+    reasons = [_why_not(kind, _written(gm, kind)) for kind in found]
     now: dict[Node, Node] = {}  # what layers gave: what is read in its place
-    for kind in kinds.find(gm).several().found if by_kinds() else ():
-        reason = _why_not(kind, _written(gm, kind))
+    for kind, reason in zip(found, reasons):
         if reason:
             result.skipped.append((str(kind), f"looked at one by one: {reason}"))
         else:
@@ -56,6 +58,8 @@ def _written(gm: GraphModule, kind: Kind) -> set[int | None]:
 
 def _why_not(kind: Kind, written: set[int]) -> str | None:
     first = kind.blocks[0]
+    if not all(map(_follows, kind.blocks[1:], kind.blocks)):
+        return "they stand beside one another, as experts do"
     if any(node.target is compat.grad_mode_setter for node in first.nodes):
         return "they switch gradients off and on"
     own = {storage(node) for node in first.nodes} - {storage(node) for node in first.inputs}
@@ -78,6 +82,12 @@ def _why_not(kind: Kind, written: set[int]) -> str | None:
            Counter(node for block in kind.blocks for node in block.inputs).items()):  # fmt: skip
         return "they share parameters"
     return None
+
+
+def _follows(block: Block, other: Block) -> bool:
+    """Whether a layer reads what is computed of another one."""
+    theirs = {*other.nodes}
+    return not theirs.isdisjoint(edit.ancestors(block.inputs, stop=theirs.__contains__))
 
 
 def _holds_the_same(one: Node, other: Node) -> bool:
