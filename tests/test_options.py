@@ -192,3 +192,9 @@ def test_names_are_of_one_option_alone():
     inner = [name for group in (AllToAll, Placement, Parallel, Tune, Debug) for name in [f.name for f in fields(group)]]
     assert len({*inner}) == len(inner)
     assert not {*inner} & {f.name for f in fields(Options)}
+
+
+def test_what_rooms_add_is_given_by_its_name():
+    assert moefx.Placement("auto", 3, rehome_every=2).rehome_every == 2
+    with pytest.raises(TypeError, match="positional"):
+        moefx.Placement("auto", 3, 2)

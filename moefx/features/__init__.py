@@ -40,10 +40,12 @@ def _modules(name: str) -> Iterator[ModuleType]:
 
 
 def option_fields(group: str | None = None) -> dict[str, Any]:
-    """{name: field} that the rooms add to `moefx.Options`, or to its field `group`."""
+    """{name: field} that the rooms add to `moefx.Options`, or to its field `group`, there by keyword alone."""
     found: dict[str, Any] = {}
     for module in _modules("options"):
         found |= getattr(module, "FIELDS", {}).get(group, {})
+    for each in found.values() if group is not None else ():
+        each.kw_only = True  # their places depend on which rooms there are
     return found
 
 
