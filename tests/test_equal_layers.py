@@ -5,10 +5,16 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.handmade import Capacity, Loop, make_moe
+import moefx
+from moefx.errors import RaiseError
+from tests.support.handmade import Capacity, D, Loop, make_moe
 from tests.support.layered import layered
 from tests.support.models import Case
+from tests.support.ranks import fake_world
 from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 from tests.support.styles import Dispatched, Gathered
@@ -33,3 +39,31 @@ def test_every_layer_is_as_in_eager(name):
     for changes in run_sharing(2, check, case, steps_of(case, [[(2, 6), (3, 6)]] * 2)):
         assert len(changes) == 1, changes
         assert changes[0].startswith("3 equal layers"), changes
+
+
+class Mixed(nn.Module):
+    """Of four experts one is another function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, 4)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        weights, best = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = best == e
+            y = expert(x[rows])
+            out[rows] = (y.cumsum(0) if e == 1 else y) * weights[rows, None]
+        return out
+
+
+def test_a_refusal_is_one_error_and_no_warning(recwarn):
+    case = Case("mixed", partial(layered, Mixed, 3))
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        with pytest.raises(RaiseError) as caught:
+            moefx.compile(case.build(), mesh, example_inputs=case.batch(0))
+    assert "compute different ops" in caught.value.what
+    assert not [str(each.message) for each in recwarn if "passes" in str(each.message)]

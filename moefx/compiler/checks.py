@@ -21,6 +21,7 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import value
+from moefx.ir.ops.layers import is_folded
 from moefx.ir.verify import (
     BACKWARD,
     FORWARD,
@@ -66,7 +67,7 @@ class Checks:
             for buffer in sorted(self.written - _written_buffers(self.gm)):
                 raise VerifyError(f"what the model writes to its buffer {buffer} is gone",
                                   hint="keep ops that write to an input, also where nothing reads them")  # fmt: skip
-            runs = self._of_folded() if any("layer" in node.meta for node in self.gm.graph.nodes) else self.runs
+            runs = self._of_folded() if is_folded(self.gm) else self.runs
             if runs is not None:
                 runs.whole(self.gm, placed=level is Level.PLACED, exact=exact, summed=self.summed)
             if level is Level.PLACED and self.summed is None:  # experts stand out now, and nothing is summed yet

@@ -25,6 +25,7 @@ from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
 from moefx.ir import alike, edit
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
+from moefx.ir.ops.layers import is_folded
 from moefx.options import by_kinds
 from moefx.passes import (
     accumulate_wgrads,
@@ -115,8 +116,7 @@ place_experts = Pass("place-experts", _in_turn(PLACING), Level.MOE, Level.PLACED
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
-    Pass("fold-layers", fold_layers.run, Level.CAPTURED, Level.CAPTURED, optional=True,
-         needs="unfold-layers"),
+    Pass("fold-layers", fold_layers.run, Level.CAPTURED, Level.CAPTURED, optional=True),
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
     Pass("ask-kernels", ask_kernels.run, Level.CAPTURED, Level.CAPTURED, optional=True),
     Pass("stack-weights", stack_weights.run, Level.CAPTURED, Level.CAPTURED),
@@ -132,7 +132,8 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
-    Pass("unfold-layers", unfold_layers.run, Level.MOE, Level.MOE, optional=True, valued=True),
+    Pass("unfold-layers", unfold_layers.run, Level.MOE, Level.MOE, optional=True, undoes="fold-layers",
+         valued=True),
     Pass("weigh-inside", weigh_inside.run, Level.MOE, Level.MOE, optional=True),
     Pass("split-batch", split_batch.run, Level.MOE, Level.MOE),
     Pass("split-tokens", split_tokens.run, Level.MOE, Level.MOE),
@@ -187,9 +188,7 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
 
 def _name_equal_layers(error: MoefxError, gm: GraphModule) -> None:
     """Let an error say once where it is in this layer and in later ones: "at: layers.3 to 47.mlp at model.py:41"."""
-    nodes = (each for node in gm.graph.nodes
-             for each in (node.meta["layer"][1].nodes if "layer" in node.meta else (node,)))  # fmt: skip
-    places = list(dict.fromkeys(map(edit.place, nodes)))
+    places = list(dict.fromkeys(map(edit.place, gm.graph.nodes)))
     if error.where in places:
         places = places[places.index(error.where) :]
         equal = alike.groups(places)[0]
@@ -197,11 +196,12 @@ def _name_equal_layers(error: MoefxError, gm: GraphModule) -> None:
 
 
 class OptionalPassFailed(Exception):
-    """An optional pass failed half-way: compile again without it, on all ranks."""
+    """An optional pass failed half-way: compile again without it, on all ranks. refused: it did not; but what a later
+    one refuses may be its work."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, refused: bool = False) -> None:
         super().__init__(name)
-        self.name = name
+        self.name, self.refused = name, refused
 
 
 @dataclass
@@ -226,6 +226,9 @@ class Pipeline:
         try:
             return self._all(gm)
         except MoefxError as error:
+            if is_folded(gm):
+                log.info("layers are looked at one by one: %s", error.what)
+                raise OptionalPassFailed("fold-layers", refused=True) from error
             _name_equal_layers(error, gm)
             raise
         except Exception as error:
@@ -260,7 +263,7 @@ class Pipeline:
     def _apply(
         self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None], step: StepGraphs | None = None
     ) -> None:
-        if not self.skip.isdisjoint({entry.name, entry.needs}):
+        if not self.skip.isdisjoint({entry.name, entry.undoes}):
             return
         start = time.perf_counter()
         total = PassResult()
@@ -280,7 +283,7 @@ class Pipeline:
             if not entry.optional or isinstance(error, (ScheduleError, ExtensionError)):
                 raise
             log.warning("the optional pass %s failed: %s", entry.name, error)
-            raise OptionalPassFailed(entry.name) from error
+            raise OptionalPassFailed(entry.undoes or entry.name) from error
         for where, reason in total.skipped:
             log.info("%s left %s: %s", entry.name, where, reason)
         log.debug("%s (%s): %d changes, %.2f s", entry.name, entry.gives.value, len(total.changes), seconds)

@@ -65,6 +65,7 @@ class Outcome:
     where: str | None = None  # of the error
     captured: bool = True  # no CaptureError
     failed: frozenset[str] = frozenset()  # optional passes that failed
+    refused: bool = False  # they did not, but without them another one may not refuse the model
 
 
 @contextlib.contextmanager
@@ -128,7 +129,8 @@ class Builder:
         for sizes, fixed in candidates:
             variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             while failed := frozenset().union(*(o.failed for o in outcomes)):
-                self.home.session.tell(f"passes {sorted(failed)} failed on some rank and are left out on all", 4)
+                if not all(o.refused for o in outcomes if o.failed):
+                    self.home.session.tell(f"passes {sorted(failed)} failed on some rank and are left out on all", 4)
                 skip |= failed
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
@@ -225,7 +227,7 @@ class Builder:
             with LOCK, _rare_collections():
                 variant, outcome = self.compile(call)
         except OptionalPassFailed as caught:
-            outcome = Outcome(failed=frozenset({caught.name}))
+            outcome = Outcome(failed=frozenset({caught.name}), refused=caught.refused)
         except Exception as caught:
             error = caught
             text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
@@ -273,8 +275,13 @@ class Builder:
     def look(self, leaves: list[Any], tree: Any, key: CallKey) -> tuple[Attempt, Decision]:
         """What a program for calls like this one is chosen by: one with whole regions, and the plan. No parameter gets
         its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
-        with LOCK, _rare_collections():
-            return self._schedule(leaves, tree, key, sizes_of(leaves), "", frozenset(), Chooser.look)
+        skip: frozenset[str] = frozenset()
+        while True:
+            try:
+                with LOCK, _rare_collections():
+                    return self._schedule(leaves, tree, key, sizes_of(leaves), "", skip, Chooser.look)
+            except OptionalPassFailed as caught:
+                skip |= {caught.name}
 
     def _schedule(self, leaves, tree, key, sizes, fixed, skip, choose=Chooser.choose) -> Any:
         """Capture and run the passes; where there is a machine first to look at."""

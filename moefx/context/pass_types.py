@@ -209,8 +209,8 @@ Run = Callable[[GraphModule, PassContext], PassResult]
 class Pass:
     """One entry of the pipeline, or a part of one, which has no levels. optional: the program is right without it, so
     its failure costs only speed. exact: it changes no arithmetic, so the graph after it computes the same bits. asked:
-    it does what options ask for, so users are told what it skipped. needs: the one that must follow it. valued: it
-    gives new nodes their values."""
+    it does what options ask for, so users are told what it skipped. undoes: the one
+    without which it is not wanted. valued: it gives new nodes their values."""
 
     name: str
     run: Run
@@ -219,5 +219,5 @@ class Pass:
     optional: bool = False
     exact: bool = False
     asked: bool = False
-    needs: str = ""
+    undoes: str = ""
     valued: bool = False

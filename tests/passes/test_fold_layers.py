@@ -258,11 +258,14 @@ def test_what_one_layer_is_left_with_others_are_too():
     assert ctx.report.left == {f"idx{n}": reason.format(n) for n in (1, 2, 3)}
 
 
-def test_an_error_names_all_layers():
+def test_what_is_refused_is_looked_at_layer_by_layer():
     body = MIXTURE.replace("rows{n}_0)\n", "rows{n}_0.cumsum(0))\n")
+    with pytest.raises(pipeline.OptionalPassFailed) as failed:
+        Pipeline((given := read(layers(3, body)))[1]).run(given[0])
+    assert (failed.value.name, failed.value.refused) == ("fold-layers", True)
     gm, ctx = read(layers(3, body))
     with pytest.raises(RaiseError) as caught:
-        Pipeline(ctx).run(gm)
+        Pipeline(ctx, skip=frozenset({"fold-layers"})).run(gm)
     assert str(caught.value.where).startswith("layers.1 to 3")
 
 

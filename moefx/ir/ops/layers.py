@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.fx import GraphModule
 
 from moefx.ir.level import Level
 from moefx.ir.op import Volume, define
@@ -21,6 +22,11 @@ def layer_again(given: list[Tensor], read: list[Any], reads: list[Any]) -> list[
     """An equal layer. given: what the one that stands for it gives; read: what that one reads; reads: what this one
     reads in its place. Until it is written out, it gives the same."""
     return [each.view_as(each) for each in given]
+
+
+def is_folded(gm: GraphModule) -> bool:
+    """Whether layers stand for others in a graph."""
+    return bool(gm.graph.find_nodes(op="call_function", target=layer_again))
 
 
 _marker = partial(define, volume=lambda node: Volume(), levels=frozenset({Level.CAPTURED, Level.MOE}))
