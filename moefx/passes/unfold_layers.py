@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.analysis.kinds import Block
 from moefx.context.pass_types import PassContext, PassResult
+from moefx.errors import VerifyError
 from moefx.ir import edit, regions
 from moefx.ir.copies import Copies, Fakes
 from moefx.ir.forms import data_symbols
@@ -57,8 +58,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _body(agains: list[Node]) -> list[Node]:
-    """The nodes of the layer that stands for these, in order. Raises NotImplementedError where a pass went round its
-    edges."""
+    """The nodes of the layer that stands for these, in order. Raises VerifyError where a pass went round its edges."""
     again, (results, read, _) = agains[0], agains[0].args
     before = edit.ancestors(read)
     others = {*before, *results, *agains}
@@ -71,7 +71,7 @@ def _body(agains: list[Node]) -> list[Node]:
     for node in found:
         around = node.op == "output" or node.target in (layer_again, layer_edge)
         if around or not all(each in found or each in read or _is_of_all(each) for each in node.all_input_nodes):
-            raise NotImplementedError(f"{node.name} is in and outside of {again.meta['layer'][0].path}")
+            raise VerifyError(f"{node.name} is in and outside of {again.meta['layer'][0].path}", where=edit.place(node))
     return [node for node in again.graph.nodes if node in found]
 
 

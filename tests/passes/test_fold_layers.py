@@ -14,7 +14,7 @@ from moefx.analysis import kinds
 from moefx.analysis.checking.compare import Comparison
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import Pipeline, refresh
-from moefx.errors import RaiseError
+from moefx.errors import RaiseError, VerifyError
 from moefx.ir.edit import copy_of
 from moefx.ir.infer import Values
 from moefx.ir.ops.layers import layer_again, layer_edge
@@ -278,7 +278,7 @@ def test_a_pass_that_goes_round_the_edges_is_noticed():
     edge = calls(gm, layer_edge)[0]
     edge.replace_all_uses_with(edge.args[0], delete_user_cb=lambda user: user.target is torch.nn.functional.linear or (
         user.target is operator.add))  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"in and outside of layers\.1"):
+    with pytest.raises(VerifyError, match=r"in and outside of layers\.1"):
         unfold_layers.run(gm, ctx)
 
 
