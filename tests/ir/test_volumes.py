@@ -24,6 +24,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     rows = m.dispatch.default(x, perm, 2)
     inside = enter(rows, counts, -1, -1, 0)
     outside = leave(inside, counts, -1, -1, 0)
+    edge = layer_edge(x)
+    again = layer_again([edge], [x], [x])
     choices = m.dispatch_choices.default(weights, perm)
     collected = m.collect_choices.default(choices, perm, 2)
     combined = m.combine.default(rows, perm, 2, weights)

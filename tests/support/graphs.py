@@ -17,6 +17,7 @@ from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext
 from moefx.ir.infer import infer
 from moefx.ir.ops.dense import vary
+from moefx.ir.ops.layers import layer_again, layer_edge
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.ops.vocabulary import loss_of_parts
@@ -35,7 +36,8 @@ def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Te
 SHORT = {
     "enter": enter_experts, "leave": leave_experts, "expert_parameter": expert_parameter, "stack": stack_experts,
     "materialize": moefx.ir.ops.materialize, "start": start, "wait": wait, "vary": vary, "m": torch.ops.moefx,
-    "loss_of_parts": loss_of_parts, "grouped_mm_fallback": grouped_mm_fallback,
+    "layer_edge": layer_edge, "layer_again": layer_again, "loss_of_parts": loss_of_parts,
+    "grouped_mm_fallback": grouped_mm_fallback,
     **{marker.__name__: marker for nesting in rooms.nestings() for marker in nesting.markers},
 }  # fmt: skip
 
