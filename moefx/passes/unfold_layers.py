@@ -9,7 +9,7 @@ Pseudo-code
     for layer that stands for others
         its nodes: all from its edges to its edges, and what is computed of these
         for every call `layer_again`: copies of the nodes, with what that layer reads; new sizes that data tells
-    erase edges; number regions anew
+    erase edges, and what layers do not read any more; number regions anew
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from moefx.errors import VerifyError
 from moefx.ir import edit, regions
 from moefx.ir.copies import Copies, Fakes
 from moefx.ir.forms import data_symbols
-from moefx.ir.op import NUMBERS, expr, value
+from moefx.ir.op import expr, value
 from moefx.ir.ops.layers import layer_again, layer_edge
+from moefx.ir.randomness import draws
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -39,12 +40,15 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for node in gm.graph.find_nodes(op="call_function", target=layer_again):
         calls.setdefault(node.meta["layer"][0], []).append(node)
     for first, agains in calls.items():
-        body, (_, read, _) = _body(agains), agains[0].args
+        body, read = _body(agains), agains[0].args[1]
+        reads = list(read)
         sizes = _symbols(body)
         for again in agains:
+            reads += again.args[2]
             _write_out(gm, again, body, sizes, ctx)
-        edit.erase_unused(node for node in edit.ancestors(read)
-                          if node.op != "placeholder" and isinstance(value(node), NUMBERS))  # fmt: skip
+        # what passes took from the layer, as a mask that its attention knows
+        edit.erase_unused(node for node in edit.ancestors(reads)
+                          if node.op != "placeholder" and not node.is_impure() and not draws(node))  # fmt: skip
         result.changed(f"{len(agains)} layers as {first.path}")
     for edge in gm.graph.find_nodes(op="call_function", target=layer_edge):
         edge.replace_all_uses_with(edge.args[0])

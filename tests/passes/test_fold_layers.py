@@ -241,6 +241,16 @@ def test_experts_of_all_layers_are_raised_as_those_of_the_first():
     assert len(set(symbols)) == len(symbols), "every layer has rows of its own number"
 
 
+def test_what_passes_took_from_the_first_is_computed_for_none():
+    body = PLAIN.replace("F.silu(begin{n})", "mask * begin{n}")
+    gm, ctx = read(layers(3, body).replace("    h0 =", "    mask = torch.exp(xs)\n    h0 ="))
+    run(gm, ctx, fold_layers)
+    (product,) = [node for node in gm.graph.nodes if node.target is operator.mul]
+    product.replace_input_with(*product.args)
+    run(gm, ctx, unfold_layers)
+    assert "exp" not in short(gm)
+
+
 def test_memory_of_copies_is_their_own():
     gm, ctx = read(layers(3, MIXTURE))
     run(gm, ctx, fold_layers, raise_loop, unfold_layers)

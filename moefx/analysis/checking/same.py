@@ -33,8 +33,26 @@ def difference(step: StepGraphs, other: StepGraphs) -> str | None:
     known = {*theirs.values()}
     for node, word in mine.items():
         if word not in known:
-            return f"{node.name}, {called(node)} of {', '.join(each.name for each in node.all_input_nodes)}"
+            return _said(node)
     return None if results == wanted else "its outputs or gradients are other values"
+
+
+def difference_of_graphs(graph: Graph, other: Graph) -> str | None:
+    """The same of single graphs."""
+    numbers: dict[str, str] = {}
+    (mine, results), (theirs, wanted) = (
+        _of_graph(each, {node: f"input {node.target}" for node in each.find_nodes(op="placeholder")}, numbers)
+        for each in (graph, other)
+    )
+    known = {*theirs.values()}
+    unknown = [node for node, word in mine.items() if word not in known]
+    if unknown:
+        return _said(unknown[0])
+    return None if results == wanted else "its outputs are other values"
+
+
+def _said(node: Node) -> str:
+    return f"{node.name}, {called(node)} of {', '.join(each.name for each in node.all_input_nodes)}"
 
 
 def _values(step: StepGraphs, numbers: dict[str, str]) -> tuple[dict[Node, str], list[Any]]:
