@@ -29,6 +29,7 @@ LISTED = (
     "rehoming",
     "saa",
     "tuning",
+    "whole_blocks",
 )
 
 

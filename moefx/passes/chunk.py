@@ -31,7 +31,7 @@ from moefx.context.decisions import Chunk
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.op import expr
-from moefx.ir.ops.regions import enter_experts, leave_experts
+from moefx.ir.ops.regions import CHUNKED, enter_experts, leave_experts
 
 _ops = torch.ops.moefx
 
@@ -77,7 +77,7 @@ class _Cut:
         for node, dim in self.rows.results.items():
             with edit.at(node, after=True):
                 whole = edit.call(self.gm.graph, torch.cat, copies[node], dim, name=f"{node.name}_all")
-            whole.meta["val"] = edit.tensor_value(node)
+            whole.meta |= {"val": edit.tensor_value(node), CHUNKED: self.number}
             edit.rewrite_uses(node, whole)
         edit.erase_unused(self.rows.dead)
         for node in reversed(self.rows.inner):
@@ -109,6 +109,7 @@ class _Cut:
                 sizes = self._sizes(whole, key[1])
                 parts = self.gm.graph.call_method("split", (whole, sizes, key[1]))
                 parts._rename(f"{whole.name}_parts")
+                parts.meta[CHUNKED] = self.number
                 self.pieces[key] = [
                     edit.call(self.gm.graph, operator.getitem, parts, j, name=f"{whole.name}_{j}of{self.n}")
                     for j in range(self.n)

@@ -26,6 +26,7 @@ REFUSED = {
     "offload": ("keep='mpipemoe-s1'", "keep is 'mpipemoe-s1'"),
     "rehoming": ("rehome_every=3", "no option 'rehome_every'"),
     "tuning": ("tune='online'", "no option 'tune'"),
+    "whole_blocks": ("whole_blocks=True", "no option 'whole_blocks'"),
 }
 IS_REFUSED = """
 try:

@@ -16,6 +16,9 @@ from moefx.ir.fates import UNREAD, Operand, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.op import Tokens, Volume, define, value
 
+CHUNKED = "chunked"
+"""Key of meta: a node splits what a region in chunks reads, or puts its results together. The region's number."""
+
 
 def enter_experts(x: Tensor, counts: Tensor | None, expert_dim: int, row_dim: int, region: int) -> Tensor:
     """Values go to the ranks of their experts.

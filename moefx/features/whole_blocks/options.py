@@ -1,0 +1,9 @@
+"""The option `whole_blocks`."""
+
+from __future__ import annotations
+
+from moefx.options.declare import BOOL, option
+
+FIELDS = {"parallel": {"whole_blocks": option(False, BOOL, """
+    True cuts whole blocks, attention included, along the batch into `chunks` parts: the exchanges of one part run
+    beside the attention and the experts of another. For batches that divide by `chunks`.""")}}  # fmt: skip

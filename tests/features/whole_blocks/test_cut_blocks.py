@@ -1,0 +1,224 @@
+"""cut_blocks: golden, no-op, what is left whole and why, the same meaning; also through differentiation and order."""
+
+# ruff: noqa: E501 (golden texts)
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from moefx import rooms
+from moefx.analysis.checking.compare import Comparison
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
+from moefx.errors import UnsupportedUse
+from moefx.features.whole_blocks import cut_blocks
+from moefx.ir.edit import copy_of
+from moefx.options import Options
+from moefx.passes import chunk
+from tests.support.graphs import assert_same_meaning, context, graph, short
+
+INPUTS = """
+def graph(x: "f32[s0, s1, 16]", x_mask: "f32[s0, s1]", q: "f32[16, 16]", gate: "f32[4, 16]", up: "f32[4, 16, 16]", head: "f32[50, 16]"):
+"""
+MIXTURE = """
+    tokens{n} = {x}.view(x.size(0) * x.size(1), 16)
+    logits{n} = F.linear(tokens{n}, gate)
+    topk{n} = torch.topk(logits{n}.softmax(-1), 2, dim=-1)
+    weights{n} = topk{n}[0]
+    idx{n} = topk{n}[1]
+    route{n} = m.route.default(idx{n}, 4)
+    perm{n} = route{n}[0]
+    counts{n} = route{n}[1]
+    up_e{n} = expert_parameter(up, {n})
+    rows{n} = m.dispatch.default(tokens{n}, perm{n}, 2)
+    inside{n} = enter(rows{n}, counts{n}, -1, -1, {n})
+    out{n} = m.grouped_linear.default(inside{n}, up_e{n}, counts{n}, False)
+    outside{n} = leave(out{n}, counts{n}, -1, -1, {n})
+    y{n} = m.combine.default(outside{n}, perm{n}, 2, weights{n})
+    h{n} = {x} + y{n}.view_as({x})
+"""
+ATTENTION = """
+    k{n} = F.linear({x}, q) * x_mask.unsqueeze(-1)
+    a{n} = F.scaled_dot_product_attention(k{n}.unsqueeze(1), k{n}.unsqueeze(1), k{n}.unsqueeze(1)).squeeze(1)
+"""
+ONE = INPUTS + ATTENTION.format(n=0, x="x") + MIXTURE.format(n=0, x="a0") + "    return (h0,)\n"
+TWO = (INPUTS + ATTENTION.format(n=0, x="x") + MIXTURE.format(n=0, x="a0") + ATTENTION.format(n=1, x="h0")
+       + MIXTURE.format(n=1, x="a1"))  # fmt: skip
+PLAIN = TWO + "    return (F.linear(h1, head),)\n"
+
+
+def cut(source, n=2, *, whole_blocks=True, **axes):
+    gm, mode = graph(source)
+    before, ctx = copy_of(gm), context(mode, Options.named(chunks=n, whole_blocks=whole_blocks), **axes)
+    chunk.run(gm, ctx)
+    refresh(gm, ctx)
+    result = cut_blocks.run(gm, ctx)
+    gm.graph.lint()
+    gm.recompile()
+    refresh(gm, ctx)
+    return before, gm, result, ctx
+
+
+def test_golden():
+    _, gm, result, _ = cut(ONE)
+    assert_expected_inline(
+        short(gm),
+        """\
+def graph(
+    x: "f32[s0, s1, 16]",
+    x_mask: "f32[s0, s1]",
+    q: "f32[16, 16]",
+    gate: "f32[4, 16]",
+    up: "f32[4, 16, 16]",
+    head: "f32[50, 16]",
+):
+    sym_size_int = ops.aten.sym_size.int(x, 0)  # s0
+    samples = m.num_chunk_rows.default(x, 0, 0, 2)  # u0
+    sub_1 = sym_size_int - samples  # s0 - u0
+    x_parts = x.split([samples, sub_1], 0)  # (f32[u0, s1, 16], f32[s0 - u0, s1, 16])
+    x_0of2 = x_parts[0]  # f32[u0, s1, 16]
+    x_1of2 = x_parts[1]  # f32[s0 - u0, s1, 16]
+    linear_c0 = F.linear(x_0of2, q)  # f32[u0, s1, 16]
+    linear_c1 = F.linear(x_1of2, q)  # f32[s0 - u0, s1, 16]
+    sym_size_int_1 = ops.aten.sym_size.int(x, 1)  # s1
+    mul_1 = samples * sym_size_int_1  # s1*u0
+    mul_2 = sub_1 * sym_size_int_1  # s1*(s0 - u0)
+    mul_3 = sym_size_int_1 * sym_size_int  # s0*s1
+    unsqueeze = x_mask.unsqueeze(-1)  # f32[s0, s1, 1]
+    unsqueeze_parts = unsqueeze.split([samples, sub_1], 0)  # (f32[u0, s1, 1], f32[s0 - u0, s1, 1])
+    unsqueeze_0of2 = unsqueeze_parts[0]  # f32[u0, s1, 1]
+    unsqueeze_1of2 = unsqueeze_parts[1]  # f32[s0 - u0, s1, 1]
+    k0_c0 = linear_c0 * unsqueeze_0of2  # f32[u0, s1, 16]
+    k0_c1 = linear_c1 * unsqueeze_1of2  # f32[s0 - u0, s1, 16]
+    unsqueeze_1_c0 = k0_c0.unsqueeze(1)  # f32[u0, 1, s1, 16]
+    unsqueeze_1_c1 = k0_c1.unsqueeze(1)  # f32[s0 - u0, 1, s1, 16]
+    unsqueeze_2_c0 = k0_c0.unsqueeze(1)  # f32[u0, 1, s1, 16]
+    unsqueeze_2_c1 = k0_c1.unsqueeze(1)  # f32[s0 - u0, 1, s1, 16]
+    unsqueeze_3_c0 = k0_c0.unsqueeze(1)  # f32[u0, 1, s1, 16]
+    unsqueeze_3_c1 = k0_c1.unsqueeze(1)  # f32[s0 - u0, 1, s1, 16]
+    scaled_dot_product_attention_c0 = F.scaled_dot_product_attention(unsqueeze_1_c0, unsqueeze_2_c0, unsqueeze_3_c0)  # f32[u0, 1, s1, 16]
+    scaled_dot_product_attention_c1 = F.scaled_dot_product_attention(unsqueeze_1_c1, unsqueeze_2_c1, unsqueeze_3_c1)  # f32[s0 - u0, 1, s1, 16]
+    a0_c0 = scaled_dot_product_attention_c0.squeeze(1)  # f32[u0, s1, 16]
+    a0_c1 = scaled_dot_product_attention_c1.squeeze(1)  # f32[s0 - u0, s1, 16]
+    tokens0_c0 = a0_c0.view(mul_1, 16)  # f32[s1*u0, 16]
+    tokens0_c1 = a0_c1.view(mul_2, 16)  # f32[s1*(s0 - u0), 16]
+    logits0_c0 = F.linear(tokens0_c0, gate)  # f32[s1*u0, 4]
+    logits0_c1 = F.linear(tokens0_c1, gate)  # f32[s1*(s0 - u0), 4]
+    softmax_c0 = logits0_c0.softmax(-1)  # f32[s1*u0, 4]
+    softmax_c1 = logits0_c1.softmax(-1)  # f32[s1*(s0 - u0), 4]
+    topk0_c0 = torch.topk(softmax_c0, 2, dim=-1)  # (f32[s1*u0, 2], i64[s1*u0, 2])
+    topk0_c1 = torch.topk(softmax_c1, 2, dim=-1)  # (f32[s1*(s0 - u0), 2], i64[s1*(s0 - u0), 2])
+    weights0_c0 = topk0_c0[0]  # f32[s1*u0, 2]
+    weights0_c1 = topk0_c1[0]  # f32[s1*(s0 - u0), 2]
+    idx0_c0 = topk0_c0[1]  # i64[s1*u0, 2]
+    idx0_c1 = topk0_c1[1]  # i64[s1*(s0 - u0), 2]
+    route0_c0 = m.route.default(idx0_c0, 4)  # (i64[2*s1*u0], i64[4])
+    route0_c1 = m.route.default(idx0_c1, 4)  # (i64[2*s1*(s0 - u0)], i64[4])
+    perm0_c0 = route0_c0[0]  # i64[2*s1*u0]
+    perm0_c1 = route0_c1[0]  # i64[2*s1*(s0 - u0)]
+    counts0_c0 = route0_c0[1]  # i64[4]
+    counts0_c1 = route0_c1[1]  # i64[4]
+    up_e0 = expert_parameter(up, 0)  # f32[4, 16, 16]
+    rows0_c0 = m.dispatch.default(tokens0_c0, perm0_c0, 2)  # f32[2*s1*u0, 16]
+    rows0_c1 = m.dispatch.default(tokens0_c1, perm0_c1, 2)  # f32[2*s1*(s0 - u0), 16]
+    inside0_c0 = enter(rows0_c0, counts0_c0, -1, -1, 0)  # f32[2*s1*u0, 16]
+    inside0_c1 = enter(rows0_c1, counts0_c1, -1, -1, 1)  # f32[2*s1*(s0 - u0), 16]
+    out0_c0 = m.grouped_linear.default(inside0_c0, up_e0, counts0_c0, False)  # f32[2*s1*u0, 16]
+    out0_c1 = m.grouped_linear.default(inside0_c1, up_e0, counts0_c1, False)  # f32[2*s1*(s0 - u0), 16]
+    outside0_c0 = leave(out0_c0, counts0_c0, -1, -1, 0)  # f32[2*s1*u0, 16]
+    outside0_c1 = leave(out0_c1, counts0_c1, -1, -1, 1)  # f32[2*s1*(s0 - u0), 16]
+    y0_c0 = m.combine.default(outside0_c0, perm0_c0, 2, weights0_c0)  # f32[s1*u0, 16]
+    y0_c1 = m.combine.default(outside0_c1, perm0_c1, 2, weights0_c1)  # f32[s1*(s0 - u0), 16]
+    view_as_c0 = y0_c0.view_as(a0_c0)  # f32[u0, s1, 16]
+    view_as_c1 = y0_c1.view_as(a0_c1)  # f32[s0 - u0, s1, 16]
+    h0_c0 = a0_c0 + view_as_c0  # f32[u0, s1, 16]
+    h0_c1 = a0_c1 + view_as_c1  # f32[s0 - u0, s1, 16]
+    h0_all = torch.cat([h0_c0, h0_c1], 0)  # f32[s0, s1, 16]
+    return (h0_all,)  # (f32[s0, s1, 16],)
+""",
+    )
+    assert_expected_inline("; ".join(result.changes), """16 values of 1 regions in 2 parts of the batch""")
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_same_meaning(n):
+    before, gm, result, _ = cut(PLAIN, n)
+    assert not result.skipped
+    assert_same_meaning(before, gm, exact=False, double=True)
+    assert_same_meaning(before, gm, exact=False, double=True, s0=1)
+
+
+def test_nothing_is_put_together_between_layers():
+    _, gm, _, _ = cut(PLAIN)
+    joined = [line.split("=")[0].strip() for line in short(gm).splitlines() if "torch.cat" in line]
+    assert joined == ["h1_all"]
+
+
+def test_logits_are_computed_once():
+    _, gm, _, _ = cut(PLAIN)
+    assert short(gm).count(", head)") == 1
+
+
+def test_no_op():
+    before, gm, result, _ = cut(PLAIN, whole_blocks=False)
+    assert not result.changes
+    assert "k0_c0" not in short(gm)
+
+
+def between(text):
+    """What a second layer reads is `m1`."""
+    source = PLAIN.replace("    k1 =", f"    {text}\n    k1 =").replace("F.linear(h0, q)", "F.linear(m1, q)")
+    return cut(source)
+
+
+def test_what_mixes_samples_reads_all_of_them():
+    before, gm, result, _ = between("m1 = h0 - h0.mean(0)")
+    assert_same_meaning(before, gm, exact=False, double=True)
+    assert "mean = h0_all.mean(0)" in short(gm)
+    assert "m1_c1 = h0_c1 - mean" in short(gm)
+    assert [reason for _, reason in result.skipped] == ["all parts of the batch meet in mean: it mixes samples"]
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    ("m1 = F.dropout(h0, 0.5)", "m1: it draws random numbers"),
+    ("m1 = h0 * h0.softmax(0)", "softmax_1: it mixes samples"),
+    ("m1 = h0.flip(0)", "m1: it mixes samples"),
+    ("m1 = torch.einsum('bsd,csd->bsd', h0, h0)", "m1: it mixes samples"),
+])  # fmt: skip
+def test_a_seam_is_named_and_the_cut_goes_on_behind_it(text, why):
+    before, gm, result, _ = between(text)
+    assert [reason for _, reason in result.skipped] == [f"all parts of the batch meet in {why}"]
+    assert "torch.cat([h0_c0, h0_c1]" in short(gm)
+    assert "h1_c1" in short(gm)
+    if "dropout" not in text:
+        assert_same_meaning(before, gm, exact=False, double=True)
+
+
+def test_a_region_that_is_not_cut_is_named():
+    source = PLAIN.replace("    k1 =", "    m1 = h0.transpose(0, 1)\n    k1 =").replace(
+        "F.linear(h0, q)", "F.linear(m1, q)"
+    )
+    source = source.replace("q) * x_mask.unsqueeze(-1)\n    a1", "q)\n    a1").replace("a1.view(", "a1.reshape(")
+    before, gm, result, _ = cut(source)
+    assert [reason for _, reason in result.skipped] == [
+        "region 1 is not cut with the batch: scaled_dot_product_attention_1: it mixes samples"]  # fmt: skip
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+def test_through_placement_and_differentiation():
+    gm, mode = graph(PLAIN)
+    ctx = context(mode, Options.named(chunks=2, whole_blocks=True, scheduler="heuristic"), ep=2)
+    comparison = Comparison(gm, ctx)
+    for each in (chunk.run, cut_blocks.run, place_experts.run):
+        each(gm, ctx)
+        refresh(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
+    step.note_sources(gm)
+    comparison.step(step, exact=False)
+
+
+@pytest.mark.parametrize("chunks", [None, 1])
+def test_parts_are_chunks(chunks):
+    with pytest.raises(UnsupportedUse, match="whole_blocks"):
+        rooms.check(Options.named(whole_blocks=True, chunks=chunks))
