@@ -161,7 +161,7 @@ def test_logits_are_computed_once():
 
 
 def test_no_op():
-    before, gm, result, _ = cut(PLAIN, whole_blocks=False)
+    _, gm, result, _ = cut(PLAIN, whole_blocks=False)
     assert not result.changes
     assert "k0_c0" not in short(gm)
 

@@ -11,7 +11,7 @@ import pytest
 
 import moefx
 from tests.support.models import CASES
-from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
+from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
 EVEN, UNEVEN, ONE_SAMPLE = [(2, 8), (2, 8)], [(4, 2), (3, 10)], [(1, 2), (3, 10)]
