@@ -12,10 +12,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from moefx.context.step_graphs import StepGraphs
+from moefx.ir import edit
 from moefx.ir.forms import Word, data_symbols
 from moefx.ir.names import called
 from moefx.ir.op import expr, value
 from moefx.ir.randomness import draws
+from moefx.ir.writes import writes_to_input
 
 # To the bit.
 _COMMUTE = tuple(map(str, (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, operator.add, operator.mul)))
@@ -38,14 +40,15 @@ def difference(step: StepGraphs, other: StepGraphs) -> str | None:
 
 
 def difference_of_graphs(graph: Graph, other: Graph) -> str | None:
-    """The same of single graphs."""
+    """The same of single graphs, as far as outputs depend on what they compute, and inputs are written to."""
     numbers: dict[str, str] = {}
     (mine, results), (theirs, wanted) = (
         _of_graph(each, {node: f"input {node.target}" for node in each.find_nodes(op="placeholder")}, numbers)
         for each in (graph, other)
     )
     known = {*theirs.values()}
-    unknown = [node for node, word in mine.items() if word not in known]
+    alive = edit.ancestors([graph.output_node(), *filter(writes_to_input, graph.nodes)])
+    unknown = [node for node, word in mine.items() if word not in known and node in alive]
     if unknown:
         return _said(unknown[0])
     return None if results == wanted else "its outputs are other values"

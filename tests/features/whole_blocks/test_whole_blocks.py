@@ -11,10 +11,12 @@ import pytest
 
 import moefx
 from tests.support.models import CASES
-from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
+from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
 EVEN, UNEVEN, ONE_SAMPLE = [(2, 8), (2, 8)], [(4, 2), (3, 10)], [(1, 2), (3, 10)]
+EP2_MP2 = ((2, 2), ("ep", "mp"))
+FULL = pytest.mark.full
 
 
 def compiled(options, model, mesh):
@@ -22,20 +24,52 @@ def compiled(options, model, mesh):
 
 
 def check(rank, world, layout, case, steps, options):
+    """What the pass says that it did, and did not."""
     model = compiled_case(case, layout, partial(compiled, options))
     check_compiled(rank, layout, case, steps, model)
-    (program, *_) = model.prepare(**steps[0][0][rank])
-    cut = next(record for record in program.records if record.name == "cut-blocks")
+    (program, *_) = model.prepare(**steps[0][0][0])
+    (cut,) = [record for record in program.records if record.name == "cut-blocks"]
     model.close()
-    return cut.changes, cut.skipped
+    return cut.changes, [reason for _, reason in cut.skipped]
 
 
 @pytest.mark.parametrize(("name", "options"), [
     ("mixtral-grouped_mm", {"chunks": 2, "scheduler": "heuristic"}),
-    ("qwen3_moe-eager", {"chunks": 3}),
+    pytest.param("qwen3_moe-eager", {"chunks": 3}, marks=FULL),
+    pytest.param("loop-checkpointed", {"chunks": 2}, marks=FULL),
+    pytest.param("deepseek_v3-grouped_mm", {"chunks": 2, "keep": "lean"}, marks=FULL),
+    pytest.param("gpt_oss-grouped_mm", {"chunks": 2}, marks=FULL),
+    pytest.param("mixtral-grouped_mm", {"chunks": 2, "placement": "exact"}, marks=FULL),
 ])  # fmt: skip
 def test_on_two_ranks(name, options):
+    """The batches are even, uneven, and of fewer samples than parts."""
     case = CASES[name]
     for changes, skipped in run_sharing(2, check, EP2, case, steps_of(case, [EVEN, UNEVEN, ONE_SAMPLE]), options):
         assert len(changes) == 1, skipped
         assert not skipped
+
+
+def test_a_loss_over_all_tokens_is_that_of_the_uncut_model():
+    case = CASES["mixtral-router_logits"]
+    for changes, _ in run_sharing(2, check, EP2, case, steps_of(case, [UNEVEN]), {"chunks": 2}):
+        assert len(changes) == 1
+
+
+@pytest.mark.full
+def test_accumulation_over_data_and_experts():
+    case = CASES["mixtral-grouped_mm"]
+    steps = steps_of(case, [[(2, 8), (3, 4), (4, 2), (1, 8)]] * 3)
+    run_sharing(4, check_accumulation, DP2_EP2, case, steps, partial(compiled, {"chunks": 2}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "layout", "why"), [
+    ("gshard-top2", EP2, "is cut along its capacity"),
+    ("mixtral-grouped_mm", EP2_MP2, "nobody knows what it does to a batch"),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_said(name, layout, why):
+    case = CASES[name]
+    world = layout[0][0] * layout[0][-1] if len(layout[0]) > 1 else layout[0][0]
+    for changes, skipped in run_sharing(world, check, layout, case, steps_of(case, [EVEN]), {"chunks": 2}):
+        assert not changes
+        assert why in skipped[0]
