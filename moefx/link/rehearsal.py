@@ -21,11 +21,12 @@ from torch import Tensor
 from moefx.errors import ExtensionError, VerifyError
 from moefx.ir import world
 from moefx.runtime.gradients import GradientBuffers
-from moefx.runtime.groups import Axes, MeshView, Part
+from moefx.runtime.groups import Axes, MeshView, OnMesh, Part
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.held import Holder, T
+from moefx.runtime.order import deadlock
 from moefx.runtime.placement import Placements
-from moefx.runtime.session import OnMesh, Step
+from moefx.runtime.session import Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
 from moefx.transport.p2p import Packed, Parcel
@@ -34,7 +35,8 @@ from moefx.transport.p2p import Packed, Parcel
 def run(function: Callable, inputs: Sequence[Any], axes: dict[str, int]) -> tuple[Any, ...]:
     """What an emitted function returns on the current rank of a `ThreadWorld` over `axes` ({name: size}).
 
-    Raises VerifyError for code that writes to its inputs, or does not wait for what it started.
+    Raises VerifyError for code that writes to its inputs, does not wait for what it started, or has ranks begin
+    collectives in orders that could hold them up for good.
     """
     places = tuple(world.current().coordinate(name) for name in axes)
     ranks = tuple(range(math.prod(axes.values())))
@@ -48,6 +50,9 @@ def run(function: Callable, inputs: Sequence[Any], axes: dict[str, int]) -> tupl
             raise VerifyError(f"the code writes to its input {place}")
     if session.under_way:
         raise VerifyError(f"the code does not wait for {session.under_way[0]}")
+    complaint = deadlock(dict(enumerate(world.current().tell(session.begun))))
+    if complaint is not None:
+        raise VerifyError(complaint)
     return outputs
 
 
@@ -77,6 +82,7 @@ class WorldSession(OnMesh):
         self.view, self.headers = view, HeaderBook()
         self.device = torch.device(view.device_type)
         self.under_way: list[str] = []
+        self.begun = []
         self.placements = Placements()
         self._held = Holder()
 
@@ -97,10 +103,12 @@ class WorldSession(OnMesh):
         yield
 
     def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes, purpose: str = "counts") -> _Late:
+        self.begins("all_gather", axes, purpose)
         axis = "+".join(self.view.axes(axes))
         return self.late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 
     def all_gather_several(self, gathered: list[Tensor], mine: list[Tensor], axes: Axes, purpose: str) -> _Late:
+        self.begins("all_gather", axes, purpose)
         axis = "+".join(self.view.axes(axes))
         return self.late("an all-gather", lambda: [out.copy_(world.current().all_gather(x, axis))
                                                     for out, x in zip(gathered, mine)])  # fmt: skip
@@ -109,6 +117,7 @@ class WorldSession(OnMesh):
         self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes,
         part: Part | None = None, purpose: str = "tokens",
     ) -> _Late:  # fmt: skip
+        self.begins("all_to_all", axes, purpose, part)
         axis = "+".join(self.view.axes(axes))
         among = None if part is None else group_of(part[0], self.size(axes), part[1], self.index(axes))
         return self.late(
@@ -116,11 +125,13 @@ class WorldSession(OnMesh):
         )
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> _Late:
+        self.begins("all_reduce", axes, purpose)
         axis = "+".join(self.view.axes(axes))
         return self.late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
 
     def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
                  tag: int) -> _Late:  # fmt: skip
+        self.begins("exchange", axes, purpose, part)
         axis = "+".join(self.view.axes(axes))
 
         def exchange() -> None:

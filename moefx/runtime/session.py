@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import all_gather_flat, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, OffloadError, UnsupportedUse
-from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
+from moefx.runtime.groups import Axes, GroupSet, MeshView, OnMesh, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.held import Holder, T
 from moefx.runtime.placement import Placements
@@ -58,29 +58,6 @@ class Traffic(NamedTuple):
 # Of every rank's view (ranks may be threads). They are not closed with a session: torch takes equal meshes for one, and
 # keeps what it knows of tensors on them.
 _root_meshes: dict[MeshView, tuple[DeviceMesh, GroupSet]] = {}
-
-
-class OnMesh:
-    """A rank's place on the mesh `view`. bucket_bytes: gradients of fewer share a collective until they are as many."""
-
-    view: MeshView
-    bucket_bytes: float = 2**22  # between the first bucket of torch's DDP, 1 MiB, and its others, 25 MiB
-
-    def size(self, axes: Axes) -> int:
-        """Number of ranks along `axes`."""
-        return self.view.size(axes)
-
-    def index(self, axes: Axes) -> int:
-        """Place of this rank along `axes`."""
-        return self.view.index(axes)
-
-    def ranks(self, axes: Axes) -> list[int]:
-        """Global ranks along `axes`, in the order of `index`."""
-        return self.view.members(axes)
-
-    def where(self, doing: str) -> str:
-        """What errors name."""
-        return doing
 
 
 class Session(OnMesh):
@@ -206,10 +183,12 @@ class Session(OnMesh):
 
     def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes, purpose: str = "counts") -> Work:
         """mine [N] -> gathered [n * N], by rank."""
+        self.begins("all_gather", axes, purpose)
         return all_gather_flat(gathered, mine, self.group(axes, purpose))
 
     def all_gather_several(self, gathered: list[Tensor], mine: list[Tensor], axes: Axes, purpose: str) -> Work:
         """mine [N, ..] each -> gathered [n * N, ..] each, by rank, in one exchange."""
+        self.begins("all_gather", axes, purpose)
         return all_gather_several(gathered, mine, self.group(axes, purpose))
 
     def all_to_all(
@@ -217,6 +196,7 @@ class Session(OnMesh):
         part: Part | None = None, purpose: str = "tokens",
     ) -> Work | None:  # fmt: skip
         """Rows [sum(sent), ...] -> output [sum(received), ...], with the ranks along the axes, or a part of them."""
+        self.begins("all_to_all", axes, purpose, part)
         group = self.group(axes, purpose, part)
         if self.is_fake and not source.numel():
             return None  # the fake backend refuses to receive where nothing is sent
@@ -225,6 +205,7 @@ class Session(OnMesh):
     def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
                  tag: int) -> Work | None:  # fmt: skip
         """Tensors to and from single ranks along the axes, or a part of them, who all call this, behind `announce`."""
+        self.begins("exchange", axes, purpose, part)
         return exchange(self.group(axes, purpose, part), self.ranks(axes), send, receive, tag)
 
     def announce(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> int:
@@ -240,6 +221,7 @@ class Session(OnMesh):
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:
         """The sum over the ranks, in place, in the group of its purpose: gradients hold up nothing that is awaited."""
+        self.begins("all_reduce", axes, purpose)
         return dist.all_reduce(buffer, group=self.group(axes, purpose), async_op=True)
 
     def _await(self, ranks: Sequence[int], place: str) -> None:
