@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "a wait is dropped": (F, line(".wait()", lambda old: []), "does not run: NameError"),
     "a handle in place of its result": (F, another(".wait()", ""), "does not run"),
     "started once too often": (F, line("exchange_counts_start(", lambda old: [old.split("; ")[0], old]),
-                               "does not wait for an all-g"),
+                               "does not wait for all_g"),
     "a collective is dropped": (B, line("exchange_phase_start(", lambda old: []), "does not run"),
     "an exchange of other rows": (B, another("exchange_phase_start(session, grad_r0_leave_regroup_c0_by_number,",
                                              "exchange_phase_start(session, r0_enter_regroup_c0,"), "does not run"),
@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "rows overwritten while they are sent": (F, line(
         "r0_enter_a2a_c0_inter_started =",
         lambda old: [old.replace("; del", "; r0_enter_a2a_c0_by_node.zero_(); del")]),
-                                             "differs"),
+        r"on the stream 'compute' writes to memory that all_to_all on 'tokens of ranks \[0, 2\]' reads"),
     "a gradient overwritten while it is reduced": (B, line(
         "reduced_grad_down_started =", lambda old: [old.replace("; del", "; grad_down.neg_(); del")]),
                                                    "gradient of down differs"),

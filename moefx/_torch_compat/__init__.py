@@ -26,6 +26,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # i
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.nn.attention import SDPBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend "fake" known
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefx._torch_compat.capture import (
     EVERY,
@@ -73,6 +74,7 @@ __all__ = [  # what is passed on to the importers of this module
     "LazyGraphModule",
     "OpOverload",
     "ShapeEnv",
+    "TorchDispatchMode",
     "Trust",
     "after_optimizer_load",
     "allow_lists",

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefx.layout import padded, part_of
 from moefx.runtime import headers
 from moefx.runtime.groups import Axes, Part
-from moefx.runtime.handles import Handle, HostCopy
+from moefx.runtime.handles import Handle
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step, Work, region_number
 from moefx.transport.algorithms import group_of
@@ -131,7 +131,7 @@ def counts_to_host_start(session: Session, traffic: Tensor, *, axis: Axes,
         packed = torch.cat([pairs.reshape(-1), _my_columns(traffic, n, me).reshape(-1)])
     else:
         packed = traffic.contiguous()
-    copy = HostCopy(packed) if packed.device.type == "cuda" else None
+    copy = session.to_host(packed)
 
     def finish() -> RoutePlan:
         session.headers.check_arrived()
@@ -302,7 +302,7 @@ def exchange_sizes_start(
         sizes = gathered.wait()[:, 0]
         if session.is_fake:
             return (size,) * n
-        copy = HostCopy(sizes) if sizes.device.type == "cuda" else None
+        copy = session.to_host(sizes)
         if copy is not None:
             copy.wait(session.timeout)
             session.headers.check_arrived()

@@ -11,12 +11,14 @@ from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import default_store, is_group_open, new_named_group
 from moefx.axes import split_axes
 from moefx.errors import MeshError
 from moefx.runtime.order import Begun
+from moefx.runtime.streams import HostCopy, Streams
 from moefx.transport.algorithms import group_of
 
 Axes = str | tuple[str, ...]  # "dp+ep" or ("dp", "ep")
@@ -85,9 +87,11 @@ class MeshView:
 
 class OnMesh:
     """A rank's place on the mesh `view`. bucket_bytes: gradients of fewer share a collective until they are as many.
-    begun: None, or a list to which every collective is added in the order in which this rank begins them."""
+    begun: None, or a list to which every collective is added in the order in which this rank begins them. streams: None
+    on CPU."""
 
     view: MeshView
+    streams: Streams | None = None
     begun: list[Begun] | None = None
     bucket_bytes: float = 2**22  # between the first bucket of torch's DDP, 1 MiB, and its others, 25 MiB
 
@@ -107,6 +111,10 @@ class OnMesh:
         """This rank begins a collective with the ranks along the axes, or a part of them."""
         if self.begun is not None:
             self.begun.append(Begun(kind, tuple(self.view.members(axes, part)), purpose))
+
+    def to_host(self, x: Tensor) -> HostCopy | None:
+        """A copy to the host that begins now; None on CPU, where `x` is."""
+        return None if self.streams is None else HostCopy(self.streams, x)
 
     def where(self, doing: str) -> str:
         """What errors name."""

@@ -23,6 +23,7 @@ from moefx.runtime.held import Holder, T
 from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.stopwatch import Stopwatch
+from moefx.runtime.streams import CudaStreams
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
 from moefx.transport.p2p import TAGS, Parcel, all_gather_several, all_to_all, exchange
 
@@ -81,7 +82,8 @@ class Session(OnMesh):
         self.trace: list[Traffic] | None = None
         self.waits: dict[tuple[str, str], Stopwatch] = {}
         self.profiler: Profiler | None = None
-        self.headers = HeaderBook()
+        self.streams = CudaStreams() if self.view.device_type == "cuda" else None
+        self.headers = HeaderBook(self.streams)
         self._held = Holder()
         self.placements = Placements(placement)
         self.is_closed = False
