@@ -49,6 +49,11 @@ class Handle(Generic[T]):
         self._work = work
         self._owned = owned
 
+    @property
+    def owned(self) -> Sequence[Tensor]:
+        """What must live until it is over."""
+        return self._owned
+
     def wait(self) -> T:
         """The result, on the current stream. Raises CollectiveError naming the ranks if it fails or takes too long."""
         finish, work = self._finish, self._work
