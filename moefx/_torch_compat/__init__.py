@@ -66,6 +66,7 @@ from moefx._torch_compat.regions import (
 )
 from moefx._torch_compat.sharding import forget_meshes, sharding_rules
 from moefx._torch_compat.sizes import conditions, learned_sizes, new_symbol, range_of, several_rows, size_hints
+from moefx._torch_compat.subclasses import let_subclasses_dispatch
 
 __all__ = [  # what is passed on to the importers of this module
     "EVERY",
@@ -100,6 +101,7 @@ __all__ = [  # what is passed on to the importers of this module
     "join_dims",
     "keep_origins",
     "learned_sizes",
+    "let_subclasses_dispatch",
     "local_tensor",
     "mend_operators",
     "module_of_alias",

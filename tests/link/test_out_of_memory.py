@@ -61,6 +61,6 @@ def test_it_names_the_rank_the_line_and_what_is_alive():
         assert all(each() is None for each in runs_out.memory), "somebody holds on to values of the program"
         waits.loss.backward()
         loss = compiled(tokens, labels=tokens).loss
-        with RunsOut(0), pytest.raises(OutOfMemoryError, match="MiB: their gradients(.|\n)*the backward, `"):
+        with RunsOut(0), pytest.raises(OutOfMemoryError, match=r"MiB: their gradients(.|\n)*the backward, `"):
             loss.backward()
         compiled.close()
