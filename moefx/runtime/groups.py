@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import default_store, is_group_open, new_named_group
+from moefx._torch_compat import abort_groups, default_store, is_group_open, new_named_group
 from moefx.axes import split_axes
 from moefx.errors import MeshError
-from moefx.runtime.order import Begun
+from moefx.runtime.order import Axes, Begun
 from moefx.runtime.streams import HostCopy, Streams
 from moefx.transport.algorithms import group_of
 
-Axes = str | tuple[str, ...]  # "dp+ep" or ("dp", "ep")
 Part = tuple[str, int]  # ("intra" or "inter", ranks per node): the ranks of a node, or those of equal number on all
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -155,6 +154,13 @@ class GroupSet:
         ranks = self._view.members(axes, part)
         spot = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:12]
         return ranks, f"{self._label}/{purpose}/{'+'.join(axes)}/{part[0] if part else 'all'}/{spot}"
+
+    def abort(self) -> None:
+        """End what is under way in the groups, and the groups, without the other ranks. gloo cannot; its waits end by
+        themselves."""
+        if self._backend == "nccl":
+            abort_groups([group for group in self._groups.values() if is_group_open(group)])
+            self._groups.clear()
 
     def close(self) -> None:
         """Destroy the groups, newest first; those that went with the default group are only forgotten."""

@@ -90,6 +90,8 @@ class Handle(Generic[T]):
         on_device = self._session.view.device_type != "cpu" and not isinstance(work, HostCopy)
         if on_device or work.is_completed():
             work.wait()
+            if on_device:
+                self._session.awaits(work, self._text, self._axes)
         else:
             work.wait(self._session.timeout)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+Axes = str | tuple[str, ...]  # "dp+ep" or ("dp", "ep")
+
 
 class Begun(NamedTuple):
     """A collective as one rank begins it: what it is, between which global ranks, and the purpose of their group."""

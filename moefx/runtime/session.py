@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ from moefx.errors import CollectiveError, DivergenceError, ExtensionError, Moefx
 from moefx.runtime.groups import Axes, GroupSet, MeshView, OnMesh, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.held import Holder, T
+from moefx.runtime.overdue import Overdue
 from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.stopwatch import Stopwatch
@@ -97,6 +99,10 @@ class Session(OnMesh):
         self._store = None if alone else default_store()
         self._meetings: dict[str, int] = {}  # how many there were, by group
         self._watchdog = Watchdog(self._store, f"{label}/watch", self.rank, period_s=watch_period_s)
+        self._broken: CollectiveError | None = None  # on CUDA: why its groups are no longer there
+        this = weakref.proxy(self)
+        self._overdue = Overdue(lambda *failure: this._give_up(*failure), lambda: this.timeout.total_seconds(),
+                                watch_period_s)  # fmt: skip
 
     def tell(self, words: str, stacklevel: int = 2) -> None:
         """A warning of what all ranks know; the lowest one gives it."""
@@ -124,6 +130,8 @@ class Session(OnMesh):
         `alone`. Raises CollectiveError if it cannot be made."""
         if self.is_closed:
             raise UnsupportedUse(f"The session '{self.name}' is closed.", hint="compile again")
+        if self._broken is not None:
+            raise self._broken
         names = self.view.axes(axes)
         if not names and not alone:
             return None
@@ -240,6 +248,8 @@ class Session(OnMesh):
     def begin_call(self, step: Step) -> None:
         """A call of a program begins, which is this step. Raises CollectiveError where an earlier one broke off between
         exchanges: others' would be taken for those of this call."""
+        if self._broken is not None:
+            raise self._broken
         if self.has_failed and not self.is_closed:
             raise CollectiveError(
                 "an earlier call of the model broke off between exchanges, after which the exchanges of ranks no "
@@ -331,19 +341,26 @@ class Session(OnMesh):
         """While this rank, or on CUDA its current stream, waits for a collective and does nothing else."""
         return self.waits.setdefault((kind, region), Stopwatch(self.device)).span()
 
+    def awaits(self, work: Work, doing: str, axes: Axes) -> None:
+        """The device waits for this, and the host does not."""
+        self._overdue.add(work, doing, axes)
+
     def close(self) -> None:
         """Stop the watchdog and what is held, and destroy this session's groups and no others; idempotent, also after
         the default group is gone."""
         self.is_closed = True
         self._held.close()
+        self._overdue.close()
         self._watchdog.close()
         for groups in (self._groups, *self._earlier):
+            if self.has_failed:
+                groups.abort()
             groups.close()
 
     def _failure(self, doing: str, axes: Axes, error: RuntimeError) -> CollectiveError:
         self._mark_failed(doing)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return CollectiveError(
+        found = CollectiveError(
             f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n"
             f"{self._others(axes)}",
             where=self.where(doing),
@@ -351,6 +368,16 @@ class Session(OnMesh):
             "elsewhere went another way through the model (by a condition on its own values), or makes calls that the "
             "others do not",
         )
+        if self.view.device_type == "cuda":  # whatever waits for the device would wait for good, destructors too
+            self._broken = found
+            for groups in (self._groups, *self._earlier):
+                groups.abort()
+        return found
+
+    def _give_up(self, doing: str, axes: Axes, error: RuntimeError) -> None:
+        """From another thread, while this one may wait for the device: it goes on, and the next exchange raises."""
+        if not self.has_failed:
+            warnings.warn(str(self._failure(doing, axes, error)), RuntimeWarning, stacklevel=1)
 
     def _mark_failed(self, doing: str) -> None:
         self.has_failed = True
