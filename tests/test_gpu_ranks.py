@@ -1,4 +1,4 @@
-"""benchmarks/gpu_ranks.py, which wants a GPU, on gloo: a case, a rank that is lost, and that it goes on where it was."""
+"""benchmarks/gpu_ranks.py, which wants a GPU, on gloo: a case, a rank that is lost, and going on where it was."""
 
 from __future__ import annotations
 
