@@ -75,10 +75,11 @@ class Call:
         session, everyone = program.home.session, program.home.spec.everyone
         chosen = Chosen(session, everyone, self._own_choices())
         beside = [*self.step.beside(), *chosen.beside()]
-        check_header_start(session, self.step, axis=everyone, region="the backward", beside=beside).wait()
+        absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
+        check_header_start(session, self.step, axis=everyone, region="the backward", like=absent, beside=beside).wait()
         self.step.check_tables()
         with self.step.timed():
-            return self._run_backward(grads, values, chosen)
+            return self._run_backward(grads, absent, values, chosen)
 
     def _run(self, graph: str, function: Callable, values: list[Any]) -> list[Any]:
         """Raises OutOfMemoryError, which says what is alive."""
@@ -115,11 +116,10 @@ class Call:
             found[facts.of] = has_rows | found[facts.of] if facts.of in found else has_rows
         return found
 
-    def _run_backward(self, grads: Sequence[Tensor | None], values: list[Any],
+    def _run_backward(self, grads: Sequence[Tensor | None], absent: tuple[int, ...], values: list[Any],
                       chosen: Chosen) -> list[Tensor | None]:  # fmt: skip
-        """values: what the forward left."""
+        """absent: outputs without a gradient. values: what the forward left."""
         program, graphs = self.program, self.program.graphs
-        absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):
             shape, dtype, device = self.shapes[output]

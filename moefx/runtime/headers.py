@@ -70,7 +70,8 @@ def compare(headers: list[list[int]], mine: int, ranks: Sequence[int], region: s
     for rank, header in zip(ranks, headers, strict=True):
         if header != own or rank == ranks[mine]:
             program, number, place, keeps, tables = header
-            where = "" if place == own[2] else ", in another region"
+            other = ", in another region" if region != "the backward" else ", of other outputs or in another place"
+            where = "" if place == own[2] else other
             where += ", in no_sync()" if keeps else ""
             is_near = (number, place) == (own[1], own[2])  # else tables may differ, or be of a backward, which has none
             where += ", with another placement of experts" if is_near and tables != own[4] else ""

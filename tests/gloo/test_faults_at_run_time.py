@@ -111,6 +111,11 @@ def runs_out_of_memory(compiled, batch):
         train(compiled, batch)
 
 
+def reads_logits(compiled, batch):
+    out = compiled(**batch)
+    (out.loss + out.logits.sum()).backward()
+
+
 def evaluates(compiled, batch):
     evaluate(compiled, batch)
 
@@ -246,6 +251,14 @@ def test_a_rank_that_runs_out_of_memory():
     assert re.search(r"at: rank 1, step 1, the forward, `\w+ = \S+\(", failures[1])
     assert "CollectiveError: Rank 0 failed in check_header of the backward" in failures[0]
     assert "rank 1: raised an error: a call of the model, by OutOfMemoryError (in step 1)" in failures[0]
+
+
+def test_a_rank_whose_loss_reads_other_outputs():
+    """Its backward is another program, which may reduce other gradients."""
+    failures = errors_of(reads_logits)
+    for rank in (0, 1):
+        assert "DivergenceError: Ranks do not run the same program, step and region" in failures[rank]
+        assert re.search(rf"rank {1 - rank}: program \w+, step 1, of other outputs", failures[rank])
 
 
 @pytest.mark.full
