@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moefx.features.offload.runtime import Engines, to_device_start, to_host_start  # noqa: E402
+from moefx.runtime.streams import CudaStreams  # noqa: E402
 
 COPIES, ROUNDS = 4, 9
 MIB = (1, 4, 16, 64)
@@ -34,6 +35,7 @@ class Session:
 
     def __init__(self, device: str) -> None:
         self.device, self.timeout = torch.device(device), timedelta(seconds=60)
+        self.streams = CudaStreams() if device == "cuda" else None
         self.engines = Engines(self)
 
     def held(self, kind: type[Engines]) -> Engines:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class MoefxError(Exception):
     """Base of all errors of moefx. `what` happened, `where` (module, source line, rank), `hint` what to do. together:
@@ -69,6 +71,10 @@ class CollectiveError(MoefxError, RuntimeError):
 
 class OffloadError(MoefxError, RuntimeError):
     """A copy to the host's memory or back failed, or the host has no memory for it; the text names rank and step."""
+
+
+class OutOfMemoryError(MoefxError, torch.OutOfMemoryError):
+    """A rank has no memory for a program; the text names the rank, the line and what is alive."""
 
 
 class ScheduleError(MoefxError, ValueError):

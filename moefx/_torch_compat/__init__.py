@@ -6,11 +6,9 @@ import builtins
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.decorators import maybe_mark_dynamic
@@ -20,12 +18,11 @@ from torch._guards import TracingContext, tracing
 from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is called
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.nn.attention import SDPBackend
-from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend "fake" known
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefx._torch_compat.capture import (
     EVERY,
@@ -54,6 +51,15 @@ from moefx._torch_compat.kept import global_scope, module_of_alias, settings, si
 from moefx._torch_compat.numbers import free_numbers, sources_of_numbers, symbol_of
 from moefx._torch_compat.operators import mend_operators
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
+from moefx._torch_compat.process_groups import (
+    abort_groups,
+    all_gather_flat,
+    all_gather_several,
+    default_store,
+    fake_store,
+    is_group_open,
+    new_named_group,
+)
 from moefx._torch_compat.regions import (
     can_reuse_regions,
     fake_strided,
@@ -65,6 +71,7 @@ from moefx._torch_compat.regions import (
 )
 from moefx._torch_compat.sharding import forget_meshes, sharding_rules
 from moefx._torch_compat.sizes import conditions, learned_sizes, new_symbol, range_of, several_rows, size_hints
+from moefx._torch_compat.subclasses import let_subclasses_dispatch
 
 __all__ = [  # what is passed on to the importers of this module
     "EVERY",
@@ -73,16 +80,22 @@ __all__ = [  # what is passed on to the importers of this module
     "LazyGraphModule",
     "OpOverload",
     "ShapeEnv",
+    "TorchDispatchMode",
     "Trust",
+    "abort_groups",
     "after_optimizer_load",
+    "all_gather_flat",
+    "all_gather_several",
     "allow_lists",
     "become",
     "can_reuse_regions",
     "capture_graph",
     "conditions",
+    "default_store",
     "descriptors",
     "dtensor_spec",
     "fake_cache",
+    "fake_store",
     "fake_strided",
     "faking",
     "flash_groups_keys",
@@ -93,15 +106,18 @@ __all__ = [  # what is passed on to the importers of this module
     "is_checkpoint",
     "is_collective",
     "is_data_dependent",
+    "is_group_open",
     "is_of_functorch",
     "is_region",
     "join_dims",
     "keep_origins",
     "learned_sizes",
+    "let_subclasses_dispatch",
     "local_tensor",
     "mend_operators",
     "module_of_alias",
     "new_dtensor",
+    "new_named_group",
     "new_symbol",
     "on_mesh",
     "place",
@@ -233,38 +249,6 @@ def is_pointwise_list_op(func: torch._ops.OpOverload) -> bool:
     return name.startswith("aten::_foreach_") and name[len("aten::_foreach_") :] not in ("norm", "max", "powsum")
 
 
-def default_store() -> dist.Store:
-    """The store of the default process group: groups and watchdogs meet there before they have a connection."""
-    return distributed_c10d._get_default_store()
-
-
-def new_named_group(ranks: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of `ranks` (in this order), made by its members alone, under a name of the caller's choice.
-
-    `dist.new_group(use_local_synchronization=True)` derives the name from the ranks and the number of groups that are
-    open. A group made after an equal one was destroyed gets the same name, hence the old addresses in the store
-    (gloo then fails to connect), and ranks with different numbers of open groups never meet.
-    """
-    world = distributed_c10d._world
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.Backend(backend),
-        default_store(),
-        name,
-        timeout=timeout,
-        group_desc=name,
-    )
-    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    return group
-
-
-def is_group_open(group: dist.ProcessGroup) -> bool:
-    """Whether the group is still registered: destroying the default group drops all others with it."""
-    return group in distributed_c10d._world.pg_map
-
-
 def copy_hooks(source: Tensor, target: Tensor) -> None:
     """Let the hooks of one leaf run for another: they hang on the C++ tensor, not on the Python object. The dicts are
     shared, so that the handles which `source` gave out still remove them."""
@@ -272,24 +256,6 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
-
-
-def all_gather_flat(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Asynchronous all-gather of [N] to [n*N] (gloo takes no [n, N]): `all_gather_into_tensor` until torch 2.12, then
-    deprecated in favour of a new name."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, source, group=group, async_op=True)
-
-
-def all_gather_several(outputs: list[Tensor], sources: list[Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """Asynchronous all-gather of [N, ..] each to [n*N, ..] each, as one: `dist` has it as a context manager alone."""
-    gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    return gather(outputs, sources)
-
-
-def fake_store() -> dist.Store:
-    """What `init_process_group("fake", store=..)` wants: a world of one process, whose peers are not there."""
-    return FakeStore()
 
 
 def after_zero_grad(follower: Callable[[torch.optim.Optimizer], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ aten = torch.ops.aten
 _BY_ELEMENT = (aten._foreach_copy_.default, aten._fused_adagrad_.default, aten._fused_sgd_.default)
 
 
+@functools.cache
 def mend_operators() -> None:
     """Once per process, however often it is called. Of any DTensor afterwards as of a plain tensor:
 
@@ -25,8 +27,6 @@ def mend_operators() -> None:
     fused SGD, Adagrad, and what foreach Rprop copies by (torch: unknown)
     """
     handlers, known = DTensor._op_dispatcher._custom_op_handlers, DTensor._op_dispatcher.sharding_propagator
-    if handlers.get(aten._local_scalar_dense.default) is _item:
-        return
     handlers[aten._local_scalar_dense.default] = _item
     handlers.update(dict.fromkeys(_BY_ELEMENT, _on_parts))
     handlers[aten.index_put_.default] = _index_put

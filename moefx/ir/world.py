@@ -38,6 +38,9 @@ class World(Protocol):
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
 
+    def tell(self, what: Any) -> list[Any]:
+        """What all ranks tell one another, by rank."""
+
 
 class SingleWorld:
     """One rank that stands for every axis: what a mesh of ones does."""
@@ -59,6 +62,9 @@ class SingleWorld:
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         return x.clone()
+
+    def tell(self, what: Any) -> list[Any]:
+        return [what]
 
 
 class ThreadWorld:
@@ -175,6 +181,9 @@ class _ThreadRank:
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         what = f"all_reduce over {axis}"
         return self.world.swap(self.rank, self._peers(axis), what, x, lambda given: torch.stack(given).sum(0))
+
+    def tell(self, what: Any) -> list[Any]:
+        return self.world.swap(self.rank, range(self.world.size), "telling", what, list)
 
 
 def current() -> World:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from moefx import _torch_compat as compat
 from moefx.context.region_facts import split_statistics
 from moefx.errors import StaleStateError
+from moefx.link import out_of_memory
 from moefx.runtime import parameters
 from moefx.runtime.chosen import Chosen
 from moefx.runtime.collectives import check_header_start
@@ -40,12 +41,9 @@ class Call:
         inputs = program.inputs(self.leaves, self.tables)
         changed = [inputs[i] for i in graphs.mutated_inputs]
         function, _ = program.function("forward")
-        with torch.no_grad(), program.home.session.running():
-            results = function(
-                program.home.session,
-                self.step,
-                [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs],
-            )
+        with torch.no_grad():
+            given = [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs]
+            results = self._run("forward", function, given)
             for target, value in zip(changed, results):
                 target.copy_(value)
         outputs = results[len(changed) :][: graphs.num_user_outputs]
@@ -77,10 +75,20 @@ class Call:
         session, everyone = program.home.session, program.home.spec.everyone
         chosen = Chosen(session, everyone, self._own_choices())
         beside = [*self.step.beside(), *chosen.beside()]
-        check_header_start(session, self.step, axis=everyone, region="the backward", beside=beside).wait()
+        absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
+        check_header_start(session, self.step, axis=everyone, region="the backward", like=absent, beside=beside).wait()
         self.step.check_tables()
         with self.step.timed():
-            return self._run_backward(grads, values, chosen)
+            return self._run_backward(grads, absent, values, chosen)
+
+    def _run(self, graph: str, function: Callable, values: list[Any]) -> list[Any]:
+        """Raises OutOfMemoryError, which says what is alive."""
+        home = self.program.home
+        try:
+            with home.session.running():
+                return function(home.session, self.step, values)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory.told(error, home, self.step, graph) from error
 
     def _own_choices(self) -> dict[str, Tensor]:
         """Of all stacks whose experts the model leaves out where no token chose them, uint8 [E]: which this rank chose,
@@ -108,11 +116,10 @@ class Call:
             found[facts.of] = has_rows | found[facts.of] if facts.of in found else has_rows
         return found
 
-    def _run_backward(self, grads: Sequence[Tensor | None], values: list[Any],
+    def _run_backward(self, grads: Sequence[Tensor | None], absent: tuple[int, ...], values: list[Any],
                       chosen: Chosen) -> list[Tensor | None]:  # fmt: skip
-        """values: what the forward left."""
+        """absent: outputs without a gradient. values: what the forward left."""
         program, graphs = self.program, self.program.graphs
-        absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):
             shape, dtype, device = self.shapes[output]
@@ -121,8 +128,7 @@ class Call:
             else:
                 values.append(grads[output].contiguous())
         del grads
-        with program.home.session.running():
-            locals_ = function(program.home.session, self.step, values)
+        locals_ = self._run("backward", function, values)
         self.step.leases.clear()
         if self.step.synchronise and len(self.step.buffers):
             self._add_leftovers(chosen)

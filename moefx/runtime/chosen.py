@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moefx.runtime.groups import Axes
-from moefx.runtime.handles import HostCopy
 from moefx.runtime.session import Session
+from moefx.runtime.streams import HostCopy
 
 _WORD = 8  # experts in an int64
 
@@ -41,8 +41,7 @@ class Chosen:
     def _hear(self, words: Tensor) -> None:
         """words int64 [n, W], of all ranks."""
         found = words.contiguous().view(torch.uint8).amax(0)
-        self._copy = HostCopy(found) if found.device.type == "cuda" else None
-        self._found = found if self._copy is None else self._copy.host
+        self._copy, self._found = self._session.to_host(found), found
 
     def get(self, name: str) -> list[bool] | None:
         """Of every expert of a stack whether it was chosen; None: of a stack whose experts are not left out."""
@@ -52,6 +51,7 @@ class Chosen:
             if self._copy is not None:
                 with self._session.guard("learning which experts were chosen", self._axes):
                     self._copy.wait(self._session.timeout)
+                self._found = self._copy.host
             sizes = [len(flags) for flags in self._own.values()]
             parts = self._found[: sum(sizes)].bool().split(sizes)
             self._of = {stack: part.tolist() for stack, part in zip(self._own, parts)}

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefx.layout import padded, part_of
 from moefx.runtime import headers
 from moefx.runtime.groups import Axes, Part
-from moefx.runtime.handles import Handle, HostCopy
+from moefx.runtime.handles import Handle
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step, Work, region_number
 from moefx.transport.algorithms import group_of
@@ -30,9 +30,10 @@ Told = tuple[Sequence[int] | Tensor, Callable[[Tensor], object]]
 _MESSAGE_UNIT = 64
 
 
-def check_header_start(session: Session, step: Step, *, axis: Axes, region: str = "",
+def check_header_start(session: Session, step: Step, *, axis: Axes, region: str = "", like: tuple[int, ...] = (),
                        beside: Sequence[Told] = ()) -> Handle[None]:  # fmt: skip
-    """Compare (program, step, region) with the ranks of the axis. beside: what they tell one another beside that.
+    """Compare (program, step, region) with the ranks of the axis. like: which of several programs it is there, by the
+    outputs that it does not differentiate. beside: what ranks tell one another beside that.
 
     The wait raises DivergenceError (on CUDA a later call does, since there is no host read in this mode).
     """
@@ -47,7 +48,7 @@ def check_header_start(session: Session, step: Step, *, axis: Axes, region: str 
         for part, (_, who) in zip(found.split([len(each) for each in words], dim=1), beside):
             who(part)
 
-    return _gather_start(session, step, told, axis, region, text, hear)
+    return _gather_start(session, step, told, axis, region, text, hear, like)
 
 
 def check_same_data_start(session: Session, step: Step, inputs: Sequence[Tensor], *, axis: Axes, draws: bool,
@@ -93,6 +94,7 @@ def _gather_start(
     region: str,
     text: str,
     result: Callable[[Tensor], object],
+    like: tuple[int, ...] = (),
 ) -> Handle:
     session.note_step(step)
     n = session.size(axis)
@@ -100,7 +102,8 @@ def _gather_start(
         return Handle(session, text, axis, lambda: result(counts.unsqueeze(0)))
     end = headers.LENGTH + counts.numel()
     message = counts.new_zeros(-(-end // _MESSAGE_UNIT) * _MESSAGE_UNIT)
-    headers.fill(message, (step.program, step.number, region_number(region), not step.synchronise, step.tables))
+    place = region_number(f"{region}{like}" if like else region)
+    headers.fill(message, (step.program, step.number, place, not step.synchronise, step.tables))
     message[headers.LENGTH : end] = counts
     gathered = message.new_empty(n * message.numel())
     with session.guard(text, axis):
@@ -131,7 +134,7 @@ def counts_to_host_start(session: Session, traffic: Tensor, *, axis: Axes,
         packed = torch.cat([pairs.reshape(-1), _my_columns(traffic, n, me).reshape(-1)])
     else:
         packed = traffic.contiguous()
-    copy = HostCopy(packed) if packed.device.type == "cuda" else None
+    copy = session.to_host(packed)
 
     def finish() -> RoutePlan:
         session.headers.check_arrived()
@@ -302,7 +305,7 @@ def exchange_sizes_start(
         sizes = gathered.wait()[:, 0]
         if session.is_fake:
             return (size,) * n
-        copy = HostCopy(sizes) if sizes.device.type == "cuda" else None
+        copy = session.to_host(sizes)
         if copy is not None:
             copy.wait(session.timeout)
             session.headers.check_arrived()

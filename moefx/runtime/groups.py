@@ -11,14 +11,16 @@ from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import default_store, is_group_open, new_named_group
+from moefx._torch_compat import abort_groups, default_store, is_group_open, new_named_group
 from moefx.axes import split_axes
 from moefx.errors import MeshError
+from moefx.runtime.order import Axes, Begun
+from moefx.runtime.streams import HostCopy, Streams
 from moefx.transport.algorithms import group_of
 
-Axes = str | tuple[str, ...]  # "dp+ep" or ("dp", "ep")
 Part = tuple[str, int]  # ("intra" or "inter", ranks per node): the ranks of a node, or those of equal number on all
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -61,12 +63,13 @@ class MeshView:
                 raise MeshError(f"The mesh has no axis '{name}'.", hint=f"one of {', '.join(self.names)}")
         return tuple(name for name in names if self.sizes[self.names.index(name)] > 1)
 
-    def members(self, axes: Axes) -> list[int]:
-        """Global ranks that differ from this one along `axes` only, first axis slowest."""
+    def members(self, axes: Axes, part: Part | None = None) -> list[int]:
+        """Global ranks that differ from this one along `axes` only, first axis slowest; of these, those of a part."""
         dims = [self.names.index(name) for name in self.axes(axes)]
         here = tuple(slice(None) if dim in dims else at for dim, at in enumerate(self.coordinates))
-        part = np.asarray(self.table).reshape(self.sizes)[here]  # its dims stand in the order of the mesh
-        return part.transpose([sorted(dims).index(dim) for dim in dims]).ravel().tolist()
+        found = np.asarray(self.table).reshape(self.sizes)[here]  # its dims stand in the order of the mesh
+        ranks = found.transpose([sorted(dims).index(dim) for dim in dims]).ravel().tolist()
+        return ranks if part is None else [ranks[i] for i in group_of(part[0], len(ranks), part[1], self.index(axes))]
 
     def size(self, axes: Axes) -> int:
         """Number of ranks along `axes`."""
@@ -79,6 +82,42 @@ class MeshView:
             dim = self.names.index(name)
             index = index * self.sizes[dim] + self.coordinates[dim]
         return index
+
+
+class OnMesh:
+    """A rank's place on the mesh `view`. bucket_bytes: gradients of fewer share a collective until they are as many.
+    begun: None, or a list to which every collective is added in the order in which this rank begins them. streams: None
+    on CPU."""
+
+    view: MeshView
+    streams: Streams | None = None
+    begun: list[Begun] | None = None
+    bucket_bytes: float = 2**22  # between the first bucket of torch's DDP, 1 MiB, and its others, 25 MiB
+
+    def size(self, axes: Axes) -> int:
+        """Number of ranks along `axes`."""
+        return self.view.size(axes)
+
+    def index(self, axes: Axes) -> int:
+        """Place of this rank along `axes`."""
+        return self.view.index(axes)
+
+    def ranks(self, axes: Axes) -> list[int]:
+        """Global ranks along `axes`, in the order of `index`."""
+        return self.view.members(axes)
+
+    def begins(self, kind: str, axes: Axes, purpose: str, part: Part | None = None) -> None:
+        """This rank begins a collective with the ranks along the axes, or a part of them."""
+        if self.begun is not None:
+            self.begun.append(Begun(kind, tuple(self.view.members(axes, part)), purpose))
+
+    def to_host(self, x: Tensor) -> HostCopy | None:
+        """A copy to the host that begins now; None on CPU, where `x` is."""
+        return None if self.streams is None else HostCopy(self.streams, x)
+
+    def where(self, doing: str) -> str:
+        """What errors name."""
+        return doing
 
 
 class GroupSet:
@@ -112,11 +151,16 @@ class GroupSet:
 
     def describe(self, axes: tuple[str, ...], purpose: str, part: Part | None = None) -> tuple[list[int], str]:
         """The ranks of a group, and its name."""
-        ranks = self._view.members(axes)
-        if part is not None:
-            ranks = [ranks[i] for i in group_of(part[0], len(ranks), part[1], self._view.index(axes))]
+        ranks = self._view.members(axes, part)
         spot = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:12]
         return ranks, f"{self._label}/{purpose}/{'+'.join(axes)}/{part[0] if part else 'all'}/{spot}"
+
+    def abort(self) -> None:
+        """End what is under way in the groups, and the groups, without the other ranks. gloo cannot; its waits end by
+        themselves."""
+        if self._backend == "nccl":
+            abort_groups([group for group in self._groups.values() if is_group_open(group)])
+            self._groups.clear()
 
     def close(self) -> None:
         """Destroy the groups, newest first; those that went with the default group are only forgotten."""

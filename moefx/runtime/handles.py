@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from moefx.errors import StaleStateError
 from moefx.runtime.groups import Axes
 from moefx.runtime.session import Session, Work
+from moefx.runtime.streams import HostCopy
 
 T = TypeVar("T")
 
@@ -51,6 +49,11 @@ class Handle(Generic[T]):
         self._work = work
         self._owned = owned
 
+    @property
+    def owned(self) -> Sequence[Tensor]:
+        """What must live until it is over."""
+        return self._owned
+
     def wait(self) -> T:
         """The result, on the current stream. Raises CollectiveError naming the ranks if it fails or takes too long."""
         finish, work = self._finish, self._work
@@ -70,8 +73,11 @@ class Handle(Generic[T]):
         """Call back, perhaps from another thread, when the collective is done: at once where nothing is under way, on
         CUDA with a current stream that is behind it. False: this backend cannot, and there is no call."""
         work = self._work if self._behind is None else self._behind._work
-        if work is None or isinstance(work, HostCopy):  # which the current stream does itself
+        if work is None:
             callback()
+            return True
+        if isinstance(work, HostCopy):
+            work.on_done(callback)
             return True
         try:
             work.get_future().add_done_callback(lambda _: callback())
@@ -84,33 +90,11 @@ class Handle(Generic[T]):
         on_device = self._session.view.device_type != "cpu" and not isinstance(work, HostCopy)
         if on_device or work.is_completed():
             work.wait()
+            if on_device:
+                self._session.awaits(work, self._text, self._axes)
         else:
             work.wait(self._session.timeout)
 
     def __del__(self) -> None:
         if self._finish is not None and not self._session.is_over:
             warnings.warn(f"{self._text} was started and never waited for", RuntimeWarning, stacklevel=2)
-
-
-class HostCopy:
-    """A copy from CUDA to pinned memory. The wait polls: a plain synchronize could not be given up on."""
-
-    def __init__(self, source: Tensor) -> None:
-        self.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        self.host.copy_(source, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record()
-
-    def is_completed(self) -> bool:
-        return self._done.query()
-
-    def wait(self, timeout: timedelta = timedelta.max) -> bool:
-        """Raises RuntimeError when the device did not get here within `timeout`."""
-        start = time.monotonic()
-        limit = start + timeout.total_seconds()
-        while not self._done.query():
-            now = time.monotonic()
-            if now > limit:
-                raise RuntimeError(f"the device did not finish within {timeout.total_seconds():g} s")
-            time.sleep(0 if now - start < 1e-3 else 5e-5)
-        return True

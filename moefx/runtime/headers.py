@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from moefx.errors import DivergenceError
+from moefx.runtime.streams import HostCopy, Streams
 
 LENGTH = 5
 _MAX_LINES = 16
@@ -29,25 +29,22 @@ def fill(words: Tensor, numbers: Sequence[int]) -> None:
 class HeaderBook:
     """Received headers that wait to be compared."""
 
-    def __init__(self) -> None:
-        self._pending: deque[tuple[torch.cuda.Event, Tensor, Callable[[list[list[int]]], None]]] = deque()
+    def __init__(self, streams: Streams | None) -> None:
+        self._streams = streams
+        self._pending: deque[tuple[HostCopy, Callable[[list[list[int]]], None]]] = deque()
 
     def receive(self, headers: Tensor, check: Callable[[list[list[int]]], None]) -> None:
         """headers [n, ..] int64 of n ranks, for `check`, which raises DivergenceError; on CPU it does so now."""
-        if headers.device.type == "cpu":
+        if self._streams is None:
             check(headers.tolist())
-            return
-        host = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
-        host.copy_(headers, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._pending.append((arrived, host, check))
+        else:
+            self._pending.append((HostCopy(self._streams, headers), check))
 
     def check_arrived(self) -> None:
         """Compare what has reached the host, without waiting. Raises DivergenceError."""
-        while self._pending and self._pending[0][0].query():
-            _, host, check = self._pending.popleft()
-            check(host.tolist())
+        while self._pending and self._pending[0][0].is_completed():
+            copy, check = self._pending.popleft()
+            check(copy.host.tolist())
 
 
 def compare_data(numbers: list[list[int]], mine: int, ranks: Sequence[int]) -> None:
@@ -73,7 +70,8 @@ def compare(headers: list[list[int]], mine: int, ranks: Sequence[int], region: s
     for rank, header in zip(ranks, headers, strict=True):
         if header != own or rank == ranks[mine]:
             program, number, place, keeps, tables = header
-            where = "" if place == own[2] else ", in another region"
+            other = ", in another region" if region != "the backward" else ", of other outputs or in another place"
+            where = "" if place == own[2] else other
             where += ", in no_sync()" if keeps else ""
             is_near = (number, place) == (own[1], own[2])  # else tables may differ, or be of a backward, which has none
             where += ", with another placement of experts" if is_near and tables != own[4] else ""

@@ -14,11 +14,6 @@ class Held(Protocol):
 
     def close(self) -> None: ...
 
-    @classmethod
-    def rehearsed(cls, session: Any) -> Any:
-        """Its stand-in where ranks are threads: what it begins is `session.late` (`link.rehearsal`)."""
-        ...
-
 
 T = TypeVar("T", bound=Held)
 

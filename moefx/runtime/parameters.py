@@ -303,9 +303,13 @@ def is_replicated(tensor: DTensor) -> bool:
 
 
 def check_subclass_support(param: nn.Parameter) -> None:
-    """Raises UnsupportedUse where torch, as 2.11 does, runs operators on a subclass of DTensor as on a plain one."""
+    """Raises UnsupportedUse where torch runs operators on a subclass of DTensor as on a plain one. 2.11 does so unless
+    it is told."""
     plain = param.detach()
-    if type(ExpertTensor.wrap(local(plain), plain, Layout(owner=((), 0))).detach()) is not ExpertTensor:
+    wrapped = ExpertTensor.wrap(local(plain), plain, Layout(owner=((), 0)))
+    if type(wrapped.detach()) is not ExpertTensor:
+        compat.let_subclasses_dispatch()
+    if type(wrapped.detach()) is not ExpertTensor:
         raise UnsupportedUse(
             f"torch {torch.__version__} cannot give ranks what is no even slice of a parameter {tuple(param.shape)}",
             hint="use torch 2.13 or later; or a number of experts that divides over ep; of experts in parameters of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import all_gather_flat, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, OffloadError, UnsupportedUse
-from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
+from moefx.runtime.groups import Axes, GroupSet, MeshView, OnMesh, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.held import Holder, T
+from moefx.runtime.overdue import Overdue
 from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.stopwatch import Stopwatch
+from moefx.runtime.streams import CudaStreams
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
 from moefx.transport.p2p import TAGS, Parcel, all_gather_several, all_to_all, exchange
 
@@ -60,29 +63,6 @@ class Traffic(NamedTuple):
 _root_meshes: dict[MeshView, tuple[DeviceMesh, GroupSet]] = {}
 
 
-class OnMesh:
-    """A rank's place on the mesh `view`. bucket_bytes: gradients of fewer share a collective until they are as many."""
-
-    view: MeshView
-    bucket_bytes: float = 2**22  # between the first bucket of torch's DDP, 1 MiB, and its others, 25 MiB
-
-    def size(self, axes: Axes) -> int:
-        """Number of ranks along `axes`."""
-        return self.view.size(axes)
-
-    def index(self, axes: Axes) -> int:
-        """Place of this rank along `axes`."""
-        return self.view.index(axes)
-
-    def ranks(self, axes: Axes) -> list[int]:
-        """Global ranks along `axes`, in the order of `index`."""
-        return self.view.members(axes)
-
-    def where(self, doing: str) -> str:
-        """What errors name."""
-        return doing
-
-
 class Session(OnMesh):
     """Everything that one compiled model holds at run time on this rank; made by all ranks of `mesh` in the same order.
 
@@ -104,7 +84,8 @@ class Session(OnMesh):
         self.trace: list[Traffic] | None = None
         self.waits: dict[tuple[str, str], Stopwatch] = {}
         self.profiler: Profiler | None = None
-        self.headers = HeaderBook()
+        self.streams = CudaStreams() if self.view.device_type == "cuda" else None
+        self.headers = HeaderBook(self.streams)
         self._held = Holder()
         self.placements = Placements(placement)
         self.is_closed = False
@@ -118,6 +99,10 @@ class Session(OnMesh):
         self._store = None if alone else default_store()
         self._meetings: dict[str, int] = {}  # how many there were, by group
         self._watchdog = Watchdog(self._store, f"{label}/watch", self.rank, period_s=watch_period_s)
+        self._broken: CollectiveError | None = None  # on CUDA: why its groups are no longer there
+        this = weakref.proxy(self)
+        self._overdue = Overdue(lambda *failure: this._give_up(*failure), lambda: this.timeout.total_seconds(),
+                                watch_period_s)  # fmt: skip
 
     def tell(self, words: str, stacklevel: int = 2) -> None:
         """A warning of what all ranks know; the lowest one gives it."""
@@ -145,6 +130,8 @@ class Session(OnMesh):
         `alone`. Raises CollectiveError if it cannot be made."""
         if self.is_closed:
             raise UnsupportedUse(f"The session '{self.name}' is closed.", hint="compile again")
+        if self._broken is not None:
+            raise self._broken
         names = self.view.axes(axes)
         if not names and not alone:
             return None
@@ -206,10 +193,12 @@ class Session(OnMesh):
 
     def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes, purpose: str = "counts") -> Work:
         """mine [N] -> gathered [n * N], by rank."""
+        self.begins("all_gather", axes, purpose)
         return all_gather_flat(gathered, mine, self.group(axes, purpose))
 
     def all_gather_several(self, gathered: list[Tensor], mine: list[Tensor], axes: Axes, purpose: str) -> Work:
         """mine [N, ..] each -> gathered [n * N, ..] each, by rank, in one exchange."""
+        self.begins("all_gather", axes, purpose)
         return all_gather_several(gathered, mine, self.group(axes, purpose))
 
     def all_to_all(
@@ -217,6 +206,7 @@ class Session(OnMesh):
         part: Part | None = None, purpose: str = "tokens",
     ) -> Work | None:  # fmt: skip
         """Rows [sum(sent), ...] -> output [sum(received), ...], with the ranks along the axes, or a part of them."""
+        self.begins("all_to_all", axes, purpose, part)
         group = self.group(axes, purpose, part)
         if self.is_fake and not source.numel():
             return None  # the fake backend refuses to receive where nothing is sent
@@ -225,6 +215,7 @@ class Session(OnMesh):
     def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
                  tag: int) -> Work | None:  # fmt: skip
         """Tensors to and from single ranks along the axes, or a part of them, who all call this, behind `announce`."""
+        self.begins("exchange", axes, purpose, part)
         return exchange(self.group(axes, purpose, part), self.ranks(axes), send, receive, tag)
 
     def announce(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> int:
@@ -240,6 +231,7 @@ class Session(OnMesh):
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:
         """The sum over the ranks, in place, in the group of its purpose: gradients hold up nothing that is awaited."""
+        self.begins("all_reduce", axes, purpose)
         return dist.all_reduce(buffer, group=self.group(axes, purpose), async_op=True)
 
     def _await(self, ranks: Sequence[int], place: str) -> None:
@@ -256,6 +248,8 @@ class Session(OnMesh):
     def begin_call(self, step: Step) -> None:
         """A call of a program begins, which is this step. Raises CollectiveError where an earlier one broke off between
         exchanges: others' would be taken for those of this call."""
+        if self._broken is not None:
+            raise self._broken
         if self.has_failed and not self.is_closed:
             raise CollectiveError(
                 "an earlier call of the model broke off between exchanges, after which the exchanges of ranks no "
@@ -347,19 +341,26 @@ class Session(OnMesh):
         """While this rank, or on CUDA its current stream, waits for a collective and does nothing else."""
         return self.waits.setdefault((kind, region), Stopwatch(self.device)).span()
 
+    def awaits(self, work: Work, doing: str, axes: Axes) -> None:
+        """The device waits for this, and the host does not."""
+        self._overdue.add(work, doing, axes)
+
     def close(self) -> None:
         """Stop the watchdog and what is held, and destroy this session's groups and no others; idempotent, also after
         the default group is gone."""
         self.is_closed = True
         self._held.close()
+        self._overdue.close()
         self._watchdog.close()
         for groups in (self._groups, *self._earlier):
+            if self.has_failed:
+                groups.abort()
             groups.close()
 
     def _failure(self, doing: str, axes: Axes, error: RuntimeError) -> CollectiveError:
         self._mark_failed(doing)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return CollectiveError(
+        found = CollectiveError(
             f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n"
             f"{self._others(axes)}",
             where=self.where(doing),
@@ -367,6 +368,16 @@ class Session(OnMesh):
             "elsewhere went another way through the model (by a condition on its own values), or makes calls that the "
             "others do not",
         )
+        if self.view.device_type == "cuda":  # whatever waits for the device would wait for good, destructors too
+            self._broken = found
+            for groups in (self._groups, *self._earlier):
+                groups.abort()
+        return found
+
+    def _give_up(self, doing: str, axes: Axes, error: RuntimeError) -> None:
+        """From another thread, while this one may wait for the device: it goes on, and the next exchange raises."""
+        if not self.has_failed:
+            warnings.warn(str(self._failure(doing, axes, error)), RuntimeWarning, stacklevel=1)
 
     def _mark_failed(self, doing: str) -> None:
         self.has_failed = True

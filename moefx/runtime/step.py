@@ -76,6 +76,10 @@ class StepState:
             else:
                 self._slots[name] = (value, 0)
 
+    def kept(self) -> list[Tensor]:
+        """The tensors in its slots."""
+        return [value for value, _ in (self._slots or {}).values() if isinstance(value, Tensor)]
+
     def take(self, names: Sequence[str]) -> list[Any]:
         """Empty the slots, in the order of `names`."""
         if self._slots is None:

@@ -110,8 +110,10 @@ class Watchdog:
             shared.last = text
 
     def fail(self, text: str) -> None:
-        """Tell the other ranks that this one raised."""
+        """Tell the other ranks, at once as this process may end, that this one raised."""
         self._shared.status = f"raised an error: {text}"
+        if self._thread is not None and self._thread.is_alive():
+            self._look((), 0.0, patience_s=1.0)
 
     def report(self, ranks: Sequence[int]) -> list[str]:
         """One line per distinct state of the given global ranks. Takes a little over a period, since a rank is called
@@ -133,11 +135,11 @@ class Watchdog:
         found = {} if request is None else request.after
         return {rank: state for rank, state in found.items() if state is not None}
 
-    def _look(self, ranks: Sequence[int], pause_s: float) -> _Request | None:
+    def _look(self, ranks: Sequence[int], pause_s: float, patience_s: float = _STORE_PATIENCE_S) -> _Request | None:
         """What the ranks published, now and after a pause; None: the store does not answer."""
         request = _Request(ranks, pause_s)
         self._shared.requests.put(request)
-        request.done.wait(pause_s + _STORE_PATIENCE_S)
+        request.done.wait(pause_s + patience_s)
         return None if self._shared.store_lost or not request.done.is_set() else request
 
     def close(self) -> None:

@@ -132,25 +132,27 @@ class Alone:
 
 class InTurn:
     """Works of which each begins when the one before is over. begins: start them, or find nothing to do (None). then:
-    called behind each."""
+    called behind each.
+
+    The first begins now and the others in the wait, also where a rank has nothing to do in the first: all ranks begin
+    the same ones at the same places of a program, or two that have several for each other would mix them up.
+    """
 
     def __init__(self, begins: Sequence[Callable[[], Any]], then: Callable[[], object] = lambda: None) -> None:
-        self._begins, self._then, self._work = deque(begins), then, None
+        self._begins, self._then = deque(begins), then
         self._go_on()
 
     def _go_on(self) -> None:
-        self._work = None
-        while self._work is None and self._begins:
-            self._work = self._begins.popleft()()
-            if self._work is None:
-                self._then()
+        self._is_over = not self._begins
+        self._work = None if self._is_over else self._begins.popleft()()
 
     def is_completed(self) -> bool:
-        return self._work is None
+        return self._is_over
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        while self._work is not None:
-            _wait(self._work, timeout)
+        while not self._is_over:
+            if self._work is not None:
+                _wait(self._work, timeout)
             self._then()
             self._go_on()
         return True

@@ -105,6 +105,17 @@ def skips_a_batch(compiled, batch):
     train(compiled, batch)
 
 
+def runs_out_of_memory(compiled, batch):
+    compiled._session.trace = []
+    with RunsOut(compiled._session):
+        train(compiled, batch)
+
+
+def reads_logits(compiled, batch):
+    out = compiled(**batch)
+    (out.loss + out.logits.sum()).backward()
+
+
 def evaluates(compiled, batch):
     evaluate(compiled, batch)
 
@@ -119,7 +130,7 @@ def freezes_a_parameter(compiled, batch):
 
 
 def finishes(compiled, batch):
-    pass
+    compiled.close()
 
 
 def goes_astray(rank: int, world: int, fault: Callable, evaluated: bool, compare_every: int = 0) -> None:
@@ -216,11 +227,10 @@ def test_a_rank_that_stalls():
     assert "rank 1: not waiting for anyone (in step 0, last in all_reduce of" in text
 
 
-@pytest.mark.full
-def test_a_step_more_than_the_last_rank():
+def test_a_rank_that_leaves_early():
     text = errors_of(finishes)[0]
     in_step(1, "exchange_counts", text)
-    assert "rank 1: closed its session (in step 0)" in text  # as nothing holds its model any more
+    assert "rank 1: closed its session (in step 0)" in text
 
 
 def test_a_rank_that_goes_on_after_a_call_that_broke_off():
@@ -230,6 +240,25 @@ def test_a_rank_that_goes_on_after_a_call_that_broke_off():
     assert "at: rank 1, step 1, the next call" in failures[1]
     assert "CollectiveError" in failures[0]
     assert "rank 1: " in failures[0]
+
+
+def test_a_rank_that_runs_out_of_memory():
+    """It says what was alive, and the others do not wait for it: it is the one that they name."""
+    failures = errors_of(runs_out_of_memory)
+    assert "OutOfMemoryError: Rank 1 is out of memory: CUDA out of memory\nAlive are" in failures[1]
+    assert "values of this forward; the largest are" in failures[1]
+    assert "MiB: parameters on this rank" in failures[1]
+    assert re.search(r"at: rank 1, step 1, the forward, `\w+ = \S+\(", failures[1])
+    assert "CollectiveError: Rank 0 failed in check_header of the backward" in failures[0]
+    assert "rank 1: raised an error: a call of the model, by OutOfMemoryError (in step 1)" in failures[0]
+
+
+def test_a_rank_whose_loss_reads_other_outputs():
+    """Its backward is another program, which may reduce other gradients."""
+    failures = errors_of(reads_logits)
+    for rank in (0, 1):
+        assert "DivergenceError: Ranks do not run the same program, step and region" in failures[rank]
+        assert re.search(rf"rank {1 - rank}: program \w+, step 1, of other outputs", failures[rank])
 
 
 @pytest.mark.full

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moefx.errors import DivergenceError, MeshError, StaleStateError, UnsupportedUse
 from moefx.runtime import collectives as c
 from moefx.runtime import kernels
+from moefx.runtime.agreement import gather
+from moefx.runtime.order import deadlock
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session
 from tests.runtime.test_gather_experts import check_experts
@@ -195,6 +197,7 @@ def check_trace(session: Session) -> None:
 
 def check_all(rank: int, n: int, mesh: DeviceMesh, with_handles: bool = True) -> None:
     session = open_session(mesh)
+    session.begun = []
     for case in CASES:
         check_round_trip(session, case)
     check_capacity(session, [3] * 8)
@@ -204,6 +207,9 @@ def check_all(rank: int, n: int, mesh: DeviceMesh, with_handles: bool = True) ->
     check_several_in_flight(session)
     check_experts(session)
     c.check_header_start(session, Step(), axis="ep").wait()
+    orders = gather(session, ("ep",), session.begun, "comparing orders")
+    assert {each.kind for each in orders[0]} >= {"all_gather", "all_to_all", "all_reduce", "exchange"}
+    assert deadlock(dict(zip(session.ranks("ep"), orders))) is None
     if with_handles:
         check_handles(session)
     session.close()

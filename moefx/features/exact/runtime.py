@@ -15,7 +15,7 @@ from moefx.features.exact import transport
 from moefx.placement import tables
 from moefx.runtime.collectives import exchange_counts_start
 from moefx.runtime.groups import Axes
-from moefx.runtime.handles import Handle, HostCopy
+from moefx.runtime.handles import Handle
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step
 
@@ -31,8 +31,8 @@ def exchange_loads_start(session: Session, step: Step, choices: Sequence[Tensor]
         loads = gathered.wait()
         if session.is_fake:
             loads = counts.expand(session.size(axis), -1)
-        if loads.device.type == "cuda":
-            copy = HostCopy(loads)
+        copy = session.to_host(loads)
+        if copy is not None:
             copy.wait(session.timeout)
             session.headers.check_arrived()
             loads = copy.host

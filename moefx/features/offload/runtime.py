@@ -8,7 +8,6 @@ the step does not allocate from; on CUDA a stream per direction, to pinned memor
 from __future__ import annotations
 
 import bisect
-import math
 import queue
 import threading
 import weakref
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moefx.errors import OffloadError, StaleStateError, UnsupportedUse
+from moefx.runtime.streams import Mark, Streams
 
 if TYPE_CHECKING:
     from moefx.runtime.session import Session
@@ -34,8 +34,8 @@ Buffer = Any  # bytes: an array of numpy, or a pinned tensor
 class Pool:
     """Buffers in the host's memory, kept for the next step; no more bytes of them than were in use at once."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
+    def __init__(self, streams: Streams | None) -> None:
+        self._streams = streams
         self.in_use = self.held = self.most = 0  # bytes; held: in use or free
         self.back: deque[tuple[Buffer, Any]] = deque()  # finalizers may run anywhere, so they take no lock
         self._returned: list[tuple[Buffer, Any]] = []  # those that a device may still be copying from or to
@@ -62,8 +62,8 @@ class Pool:
 
     def _new(self, size: int) -> Buffer:
         try:
-            if self.pinned:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            if self._streams is not None:
+                return self._streams.host_memory(torch.Size([size]), torch.uint8)
             return np.empty(size, dtype=np.uint8)  # not of the allocator that the step uses
         except (RuntimeError, MemoryError) as error:
             raise OffloadError(f"the host has no {size} bytes for a saved value, beside {self.in_use} that wait there",
@@ -81,7 +81,7 @@ class Pool:
             self.in_use -= _nbytes(self._returned[-1][0])
         waiting = []
         for buffer, done in self._returned:
-            if done is None or done.query():
+            if done is None or done.is_done():
                 bisect.insort(self._free, buffer, key=_nbytes)
             else:
                 waiting.append((buffer, done))
@@ -100,7 +100,7 @@ def _size_class(nbytes: int) -> int:
 
 class Parked:
     """What a forward saves in place of a tensor. host: the copy, strided as `torch.clone` would, once it is begun.
-    done: on CUDA, the event behind the last use of it."""
+    done: where there are streams, the mark behind the last use of it."""
 
     __slots__ = ("_back", "_buffer", "done", "host")
 
@@ -145,72 +145,39 @@ class ThreadCopy:
     def on_done(self, callback: Callable[[], object]) -> None:
         self._future.add_done_callback(lambda _: callback())
 
-
-class StreamCopy:
-    """A copy on a CUDA stream, begun when what the current stream has to do so far is done."""
-
-    def __init__(self, stream: torch.cuda.Stream, direction: str, parked: Parked, x: Tensor) -> None:
-        self._stream, self.event = stream, torch.cuda.Event()
-        stream.wait_stream(torch.cuda.current_stream())
-        if parked.done is not None:
-            stream.wait_event(parked.done)
-        with torch.cuda.stream(stream):
-            parked.copy(direction, x)
-        self.event.record(stream)
-        parked.done = self.event
-
-    def wait(self, timeout: timedelta) -> None:
-        """The current stream waits, the host does not."""
-        torch.cuda.current_stream().wait_event(self.event)
-
-    def on_done(self, callback: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream):
-            callback()
+    def synchronize(self) -> None:
+        pass
 
 
 class Engines:
     """What copies for one session, a thread or stream per direction, made when first needed; and its pool."""
 
     def __init__(self, session: Session) -> None:
-        self._on_cuda = session.device.type == "cuda"
-        self.pool = Pool(pinned=self._on_cuda)
-        self._lanes: dict[str, Any] = {}
+        self._streams = session.streams
+        self.pool = Pool(self._streams)
+        self._lanes: dict[str, _Lane] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def copy(self, direction: str, parked: Parked, x: Tensor) -> ThreadCopy | StreamCopy:
+    def copy(self, direction: str, parked: Parked, x: Tensor) -> ThreadCopy | Mark:
         """Begin `Parked.copy` behind all others of its direction. Raises UnsupportedUse once closed."""
         with self._lock:
             if self._is_closed:
                 raise UnsupportedUse("The session of an offloaded value is closed.", hint="compile again")
-            if direction not in self._lanes:
-                self._lanes[direction] = torch.cuda.Stream() if self._on_cuda else _Lane(f"moefx {direction}")
-        lane = self._lanes[direction]
-        return StreamCopy(lane, direction, parked, x) if self._on_cuda else lane.begin(ThreadCopy(direction, parked, x))
-
-    @classmethod
-    def rehearsed(cls, session: Any) -> LateCopies:
-        return LateCopies(session)
+            if self._streams is None and direction not in self._lanes:
+                self._lanes[direction] = _Lane(f"moefx {direction}")
+        if self._streams is None:
+            return self._lanes[direction].begin(ThreadCopy(direction, parked, x))
+        parked.done = self._streams.begin(direction, lambda: parked.copy(direction, x), parked.done)
+        return parked.done
 
     def close(self) -> None:
         """End the threads, when what they were given is done."""
         with self._lock:
             self._is_closed = True
-            lanes = [] if self._on_cuda else list(self._lanes.values())
+            lanes = list(self._lanes.values())
         for lane in lanes:
             lane.close()
-
-
-class LateCopies:
-    """What engines do, when it is waited for. What is read before is no number."""
-
-    def __init__(self, session: Any) -> None:
-        self.pool, self._late = Pool(pinned=False), session.late
-
-    def copy(self, direction: str, parked: Parked, x: Tensor) -> Any:
-        if direction == "h2d" and x.is_floating_point():
-            x.fill_(math.nan)
-        return self._late(f"a copy ({direction})", lambda: parked.copy(direction, x))
 
 
 class _Lane:
@@ -272,8 +239,8 @@ class CopyHandle(Generic[T]):
         return True
 
     def __del__(self) -> None:
-        if isinstance(self._work, StreamCopy):  # else the memory would be used again under the copy's hands
-            self._work.event.synchronize()
+        if self._work is not None:  # the memory would be used again under the copy's hands
+            self._work.synchronize()
 
 
 def to_host_start(session: Session, x: Tensor, *, region: str) -> CopyHandle[Parked]:

@@ -123,7 +123,7 @@ class Tuning:
         self._now = self._explicit(arm)
         call = None
         if grad:
-            call = Call(self, self._ranks().session.device, self.clock)
+            call = Call(self, self._ranks().session, self.clock)
             call.arm, call.tokens = self._now, tokens_of(flatten_call(args, dict(kwargs))[0])
         self._last = call
         self._give(self._as_run(arm), call)

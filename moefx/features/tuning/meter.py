@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from moefx.runtime.handles import HostCopy
+from moefx.runtime.session import Session
 from moefx.runtime.stopwatch import Clock, Stopwatch
 
 WORDS = 2  # nanoseconds of an earlier call (0: not known), tokens of this one
@@ -39,13 +38,14 @@ class Book(Protocol):
 class Numbers:
     """int64 [n, WORDS] of n ranks, on their way to the host."""
 
-    def __init__(self, found: Tensor) -> None:
-        self._copy = HostCopy(found) if found.device.type == "cuda" else None
-        self._found = found.clone() if self._copy is None else self._copy.host
+    def __init__(self, session: Session, found: Tensor) -> None:
+        self._copy = session.to_host(found)
+        self._found = found.clone() if self._copy is None else None
 
     def wait(self) -> list[list[int]]:
         if self._copy is not None:
             self._copy.wait()
+            self._found = self._copy.host
         return self._found.tolist()
 
 
@@ -53,8 +53,8 @@ class Meter:
     """One call of a model: time from the start to the end of each of its forwards and backwards, not of what is between
     them. On CUDA that of the device."""
 
-    def __init__(self, book: Book, device: torch.device, clock: Clock = time.perf_counter_ns) -> None:
-        self._book, self._watch = book, Stopwatch(device, clock)
+    def __init__(self, book: Book, session: Session, clock: Clock = time.perf_counter_ns) -> None:
+        self._book, self._session, self._watch = book, session, Stopwatch(session.device, clock)
         self.to_come = self.backwards = 0
 
     @contextmanager
@@ -77,7 +77,7 @@ class Meter:
 
     def hear(self, found: Tensor) -> None:
         """found [n, WORDS] int64, on the device."""
-        self._book.hear(self, Numbers(found))
+        self._book.hear(self, Numbers(self._session, found))
 
     def nanoseconds(self) -> int:
         """0: the device is not done yet."""

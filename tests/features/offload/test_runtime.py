@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from moefx.errors import OffloadError, StaleStateError, UnsupportedUse
 from moefx.features.offload.runtime import Engines, Parked, Pool, ThreadCopy, to_device_start, to_host_start
+from moefx.runtime.streams import CudaStreams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -26,6 +26,7 @@ class Session:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.timeout = torch.device(device), timedelta(seconds=20)
+        self.streams = CudaStreams() if device == "cuda" else None
         self.engines, self.trace = Engines(self), []
 
     def held(self, kind) -> Engines:
@@ -150,7 +151,7 @@ def test_copies_run_beside_the_caller():
 
 
 def test_buffers_are_used_again_also_for_sizes_that_vary():
-    pool = Pool(pinned=False)
+    pool = Pool(None)
     for n in (10_000, 9_950, 9_990, 10_000):
         parked = [Parked(4 * n, pool), Parked(2 * n, pool)]
         del parked
@@ -159,7 +160,7 @@ def test_buffers_are_used_again_also_for_sizes_that_vary():
 
 
 def test_the_pool_holds_no_more_than_was_in_use_at_once():
-    pool = Pool(pinned=False)
+    pool = Pool(None)
     for n in (1_000_000, 100, 300_000, 5_000, 2_000_000):
         parked = Parked(n, pool)
         del parked
@@ -193,14 +194,14 @@ class Stream:
 
 class Event:
     def __init__(self) -> None:
-        self.is_done = False
+        self.done = False
 
     def record(self, stream: Stream) -> None:
         self.name, self.log = f"the end of {stream.name}", stream.log
         self.log.append(self.name)
 
     def query(self) -> bool:
-        return self.is_done
+        return self.done
 
     def synchronize(self) -> None:
         self.log.append(f"the host waits for {self.name}")
@@ -211,9 +212,9 @@ def streams():
     """(a session that copies by streams, their log)."""
     log: list[str] = []
     made = iter(("out", "back"))
-    session = Session()
-    session.engines = Engines(SimpleNamespace(device=torch.device("cuda")))
-    session.engines.pool.pinned = False
+    session = Session("cuda")
+    session.device = torch.device("cpu")
+    session.streams.host_memory = lambda shape, dtype: torch.empty(shape, dtype=dtype)
     with mock.patch.multiple(
         torch.cuda, Event=Event, Stream=lambda: Stream(next(made), log), stream=lambda stream: contextlib.nullcontext(),
         current_stream=lambda: Stream("compute", log)):  # fmt: skip
@@ -240,7 +241,7 @@ def test_a_buffer_is_used_again_when_the_device_is_done_with_it(streams):
     assert pool.is_idle()
     again = out(session, x)
     assert pool.held == 2 * 8192
-    event.is_done = True
+    event.event.done = True
     del again
     out(session, x)
     assert pool.held == 2 * 8192

@@ -180,7 +180,7 @@ class Alone:
 
     def __init__(self, seconds=None, **options):
         device, view = torch.device("cpu"), SimpleNamespace(device_type="cpu", names=("ep",), sizes=(1,))
-        ranks = SimpleNamespace(index=0, session=SimpleNamespace(device=device, view=view),
+        ranks = SimpleNamespace(index=0, session=SimpleNamespace(device=device, view=view, to_host=lambda x: None),
                                 gather=lambda value, doing: [value], tell=warnings.warn)  # fmt: skip
         self.runner = SimpleNamespace(arm=(), meter=None, refused=None, trained=None, variants_of=lambda arm: [])
         self.tuning = Tuning(moefx.Options.named(**options), None, nn.Linear(1, 1), lambda: ranks,
