@@ -6,14 +6,12 @@ Pairs are those of tokens and their choices: P = T*K of them, token by token.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moefx.analysis.recognition.facts import Perm, TokenOf
 from moefx.ir import edit
 from moefx.ir.dim_indexing import items
 from moefx.ir.names import arg, op_name
@@ -97,34 +95,6 @@ def of_rows(index: Any) -> Node | None:
         return None
     rows = column.args[0] if op_name(column) in ("view", "reshape", "unsqueeze", "getitem") else None
     return rows if rows is not None and sizes(rows) == shape[:1] else None
-
-
-def repeated(node: Node, k: int) -> Node | None:
-    """x [T, ..] of what has every row of it k times: [T*k, ..]."""
-    name = op_name(node)
-    if name == "repeat_interleave" and arg(node, 1, "repeats") == k and (
-            arg(node, 2, "dim") == 0 or len(sizes(node.args[0])) == 1):  # fmt: skip
-        return node.args[0]
-    if name not in ("reshape", "view", "flatten") or op_name(node.args[0]) != "expand":
-        return None
-    wide = node.args[0].args[0]
-    x = wide.args[0] if op_name(wide) in ("unsqueeze", "getitem", "view", "reshape") else None
-    shape = sizes(wide)
-    fits = x is not None and shape == (sizes(x)[0], 1, *sizes(x)[1:]) and sizes(node)[1:] == sizes(x)[1:]
-    return x if fits and sizes(node.args[0]) == (shape[0], k, *shape[2:]) else None
-
-
-def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, TokenOf]:
-    """arange(T).repeat_interleave(K) in sorted order says which token every sorted pair came from."""
-    found = {}
-    for node in nodes:
-        source, index = taken(node) or (None, None)
-        perm = known.get(index)
-        k = sizes(perm.ids.of)[-1] if isinstance(perm, Perm) else None
-        numbers = repeated(source, int(k)) if k is not None and k.is_Integer else None
-        if numbers is not None and op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)):
-            found[node] = TokenOf(perm.ids)
-    return found
 
 
 def summed(node: Node, k: int) -> Summed | None:
