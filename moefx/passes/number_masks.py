@@ -7,12 +7,12 @@ Contract
     never  touches masks that a routing is known of, or those of branches that are not one function
 
 Pseudo-code
-    1. masks m_e [..] whose rows f(x[m_e], W_e) are added to one output: the routing [.., E] has e in column e where m_e
-       is set. Where they are parts of a routing, it is that one, with nobody in place of others. Where rows are
-       assigned, the last expert that wrote a token keeps it: one choice
-    2. numbers y_e [..] that only expert e reads, at its tokens, become columns of one tensor; every m_e becomes
+    1. (idx == e) & z, with one z for all experts: the routing is where(z, idx, nobody)
+    2. any other masks m_e [..] whose rows f(x[m_e], W_e) are added to one output: the routing [.., E] has e in column e
+       where m_e is set. Where rows are assigned, the last expert that wrote a token keeps it: one choice
+    3. numbers y_e [..] that only expert e reads, at its tokens, become columns of one tensor; every m_e becomes
        (ids == e).any(-1), and ops move up to the first use of a mask if the routing needs them
-    3. compare the output with the original
+    4. compare the output with the original
 
     Before: rows that are cut, or put at once, get an index for each piece (row_pieces.py); indices of any origin become
     the places of masks (places.py). Rows that are put into zeros, which then are added to a sum, are added to the sum.
@@ -34,7 +34,7 @@ from moefx import _torch_compat as compat
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
 from moefx.analysis.recognition import choices, index_forms, loops, places, routings, row_pieces
-from moefx.analysis.recognition.facts import Flat, Index, tokens_of
+from moefx.analysis.recognition.facts import Flat, Index, Mask, tokens_of
 from moefx.analysis.recognition.puts import add_without_zeros, put_into_zeros
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
@@ -54,6 +54,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         result.changed(f"{found} indices of rows are places of masks")
     if (puts := put_into_zeros(gm)) > 0:
         result.changed(f"{puts} tensors are not written to, but chosen from")
+    _narrow_routings(gm, result)
     _as_masks(gm)
     for total in add_without_zeros(gm):
         result.changed(f"{total.name} adds rows, not zeros that hold them")
@@ -65,6 +66,42 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             ctx.decisions.tentative.add(ids.name)
             result.changed(f"{chain.end.name}: {len(chain.masks)} masks are those of a routing")
     return result
+
+
+# ---- one mask for all experts
+
+_BOTH = ("and", "and_", "logical_and", "bitwise_and", "mul")  # not zero where both are not zero
+
+
+def _narrow_routings(gm: GraphModule, result: PassResult) -> None:
+    facts, changing = choices.facts(gm), written_after_reads(gm)
+    found: dict[tuple[Node, Node], list[tuple[Node, Mask]]] = {}
+    for node in gm.graph.nodes:
+        if op_name(node) not in _BOTH or len(node.args) != 2 or not _is_mask(node) or storage(node) in changing:
+            continue
+        for mine, other in (node.args, node.args[::-1]):
+            fact = facts.get(mine)
+            if not isinstance(fact, Mask) or not _is_mask(other) or _is_known(other, facts):
+                continue
+            fits = (fact.is_of_pairs or (fact.is_of_tokens and not fact.is_flat)) and _dims(other) == _dims(mine)
+            if fits and storage(other) not in changing:
+                found.setdefault((fact.idx, other), []).append((node, fact))
+    for (idx, other), reads in found.items():
+        if len({fact.expert for _, fact in reads}) < 2 or len({fact.dims for _, fact in reads}) > 1:
+            continue
+        experts = max(fact.expert for _, fact in reads) + 1
+        nobody = max(experts, routings.number_of_ids(idx) or 0)
+        with edit.at(reads[0][0]):
+            emit = ragged.Rows(gm, edit.tensor_value(idx).fake_mode, "")
+            by_pair = other if reads[0][1].is_of_pairs else emit.method("unsqueeze", other, -1)
+            narrowed = emit.emit_call(torch.where, by_pair, idx, nobody)
+        for node, fact in reads:
+            with edit.at(node):
+                new = emit.emit_call(operator.eq, narrowed, fact.expert)
+                new = new if fact.is_of_pairs else emit.method("any", new, -1)
+            node.replace_all_uses_with(new)
+            edit.erase_unused([node, *node.all_input_nodes])
+        result.changed(f"{narrowed.name}: what {other.name} masks chooses nobody")
 
 
 def _is_mask(node: object) -> bool:

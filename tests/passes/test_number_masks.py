@@ -98,7 +98,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up_0: "f32[16, 16]", up_1: "f32[
 def test_one_mask_for_all_experts():
     router = TOP + "    real = x[:, :1] > 0\n"
     before, gm, result = rewritten(source("((idx == {e}) & real).any(-1)", router=router))
-    assert result.changes == ["out_1: 2 masks are those of a routing"]
+    assert result.changes == ["where_2: what real masks chooses nobody"]
     assert_same_meaning(before, gm)
 
 
