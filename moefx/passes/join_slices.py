@@ -56,7 +56,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
     raising = Raising(gm, ctx, result)
     for join in _find(gm, found):
-        experts = len(slices.starts_of(gm, join.ids)[0]) - 1
+        counted = edit.tensor_value(counts[join.ids]) if join.ids in counts else None
+        experts = len(slices.starts_of(gm, join.ids)[0]) - 1 if counted is None else counted.shape[0]
         if not raising.wants(join.ids.of) or len(join.rows) != experts or not all(map(_is_node, join.rows)):
             continue
         with raising.candidate(join.ids.of) as check:
@@ -100,9 +101,7 @@ def _rewrite(
     with edit.at(join.ends[-1]):
         region = ragged.Rows(gm, old.fake_mode, join.whole.name)
         region.like = sources[0]
-        if counts is None:
-            flat = region.method("flatten", join.ids.of)
-            counts = region.emit_call(torch.ops.moefx.bincount.default, flat, len(join.rows))
+        counts = slices.counted(region, join.ids, len(join.rows)) if counts is None else counts
         region.counts = counts if edit.tensor_value(counts).dtype == torch.int64 else region.method("long", counts)
         rows = Emitter(region, branches, ctx.autocast).emit()
         rows = region.cast(rows, old.dtype)

@@ -20,7 +20,7 @@ from moefx.analysis.recognition import choices
 from moefx.analysis.recognition.draws import same
 from moefx.analysis.recognition.facts import Counts, Flat, OfExpert, Offsets, Perm
 from moefx.analysis.recognition.indexing import JOINS
-from moefx.ir import edit
+from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 
 _SPLITS = ("split", "split_with_sizes", "tensor_split")
@@ -45,7 +45,12 @@ def starts_of(gm: GraphModule, ids: Flat) -> list[Tensor]:
     """Draw by draw: where the rows of every expert start, and where the last one ends."""
     flat = [each.flatten() for each in choices.drawn(gm, ids.of)]
     experts = 1 + max(int(each.max()) for each in flat)
-    return [torch.cat([each.new_zeros(1), each.clamp(0).bincount(minlength=experts).cumsum(0)]) for each in flat]
+    counts = [(each + 1).clamp(0).bincount(minlength=experts + 1) for each in flat]  # nobody's, who may be -1, first
+    return [each.cumsum(0) for each in counts]
+
+
+def counted(emit: ragged.Rows, ids: Flat, experts: int) -> Node:
+    return emit.emit_call(torch.ops.moefx.bincount.default, emit.method("flatten", ids.of), experts)
 
 
 def rows_cut(gm: GraphModule, node: Node) -> tuple[Node, list[Tensor]] | None:
