@@ -17,7 +17,6 @@ Pseudo-code
        has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and take any(-1):
        routings are [.., K]
     7. w[tokens, c] of one column c for several experts becomes w[.., c][tokens]: a choice of its own
-    8. gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
 """
@@ -66,8 +65,6 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _widen_single_choices(gm, result)
     index_forms.columns(gm)
     index_forms.masked_rows(gm)
-    index_forms.whole_rows(gm)
-    index_forms.single_pieces(gm)
     _drop_identities(gm)
     if not result.changes and before != _calls(gm):
         result.changed("calls are written in one form")

@@ -8,7 +8,8 @@ Contract
            fewer experts than there are ranks; nothing where there is no expert axis
 
 Pseudo-code
-    1. chains of additions whose terms are f(x, W_e) * G[.., e, None], maybe times a number, with every column of G once
+    1. chains of additions of terms f(x, W_e) * G[.., e, None], maybe times a number, with every column of G once;
+       what has the numbers of a column in every draw is that column, however it was taken
     2. ids = arange(E) for every token; G[.., e, None] -> (G * (ids == e)).sum(-1, keepdim=True)
     3. are the branches one function? else leave the graph as it was
 
@@ -27,11 +28,13 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import additions, choices, loops
+from moefx.analysis.recognition.meanings import MOST
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
-from moefx.ir.names import arg, op_name
-from moefx.ir.op import decide_same, value
+from moefx.ir.names import op_name
+from moefx.ir.op import decide_same
+from moefx.ir.shapes import sizes
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def _find(gm: GraphModule) -> Iterator[_Mixture]:
             continue
         columns: dict[tuple[Node, int], tuple[Node, Node]] = {}
         for product in _summands(node):
-            if (term := _term(product)) is not None:
+            if (term := _term(gm, product)) is not None:
                 weights, e, column = term
                 columns[weights, e] = product, column
         for weights in dict.fromkeys(w for w, _ in columns):
@@ -91,64 +94,27 @@ def _is_sum(node: object) -> bool:
     return adds and len(node.args) == 2 and not node.kwargs
 
 
-def _term(node: Node) -> tuple[Node, int, Node] | None:
+def _term(gm: GraphModule, node: Node) -> tuple[Node, int, Node] | None:
     """(weights, e, column) of a product with the column of e."""
     node = additions.product_of(node)
     if not isinstance(node, Node) or op_name(node) != "mul" or len(node.args) != 2:
         return None
-    for column in node.args:
-        tensor = edit.tensor_value(column)
-        found = _column(column) if tensor is not None and tensor.dim() > 1 else None
-        if found is not None and tensor.dim() == edit.tensor_value(found[0]).dim():
-            return *found, column
+    return next((found for column in node.args if (found := _column(gm, column)) is not None), None)
+
+
+def _column(gm: GraphModule, column: Node) -> tuple[Node, int, Node] | None:
+    """(G, e, column) of what has the numbers of G[.., e, None] in every draw, and is computed of G."""
+    fake = edit.tensor_value(column)
+    found = choices.drawn(gm, column) if fake is not None and fake.dim() > 1 and sizes(column)[-1] == 1 else None
+    for node in sorted(edit.ancestors([column]), reverse=True) if found is not None else ():
+        whole = choices.drawn(gm, node) if edit.tensor_value(node) is not None else None
+        if whole is None or not 1 < whole[0].shape[-1] <= MOST or any(
+                g.shape[:-1] != v.shape[:-1] for g, v in zip(whole, found)):  # fmt: skip
+            continue
+        same = torch.stack([(g == v).flatten(0, -2).all(0) for g, v in zip(whole, found)]).all(0)
+        if same.sum() == 1:
+            return node, int(same.nonzero()), column
     return None
-
-
-def _column(node: Node) -> tuple[Node, int] | None:
-    """(G, e) of G[.., e, None], or of another way to write it."""
-    found = edit.tensor_value(node)
-    if op_name(node) == "unsqueeze" and node.args[1] in (-1, found.dim() - 1):
-        return _entry(node.args[0])
-    if type(found.shape[-1]) is not int or found.shape[-1] != 1:
-        return None
-    if op_name(node) == "narrow" and arg(node, 1, "dim") in (-1, found.dim() - 1) and type(node.args[2]) is int:
-        return node.args[0], node.args[2]
-    if node.target is not operator.getitem:
-        return None
-    source, item = node.args
-    if isinstance(item, int) and op_name(source) in ("split", "chunk") and _dim(source) == found.dim() - 1:
-        return (source.args[0], item) if all(piece.shape[-1] == 1 for piece in value(source)) else None
-    item = item if isinstance(item, tuple) else (item,)
-    if item[-1] is None:
-        return (source, item[-2]) if _is_last(item[:-1], source) else None
-    part = item[-1]
-    is_one = isinstance(part, slice) and type(part.start) is int and part.stop == part.start + 1
-    return (source, part.start) if is_one and _is_last((*item[:-1], part.start), source) else None
-
-
-def _entry(node: Node) -> tuple[Node, int] | None:
-    """(G, e) of G[.., e]."""
-    if op_name(node) == "select" and type(arg(node, 2, "index")) is int:
-        dims = edit.tensor_value(node.args[0]).dim()
-        return (node.args[0], arg(node, 2, "index")) if arg(node, 1, "dim") in (-1, dims - 1) else None
-    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
-        return None
-    source, item = node.args
-    if isinstance(item, int) and op_name(source) == "unbind" and _dim(source, 1) == edit.tensor_value(node).dim():
-        return source.args[0], item
-    item = item if isinstance(item, tuple) else (item,)
-    return (source, item[-1]) if edit.tensor_value(source) is not None and _is_last(item, source) else None
-
-
-def _dim(node: Node, position: int = 2) -> int:
-    return arg(node, position, "dim", 0) % edit.tensor_value(node.args[0]).dim()
-
-
-def _is_last(item: tuple, source: Node) -> bool:
-    """Whether an index picks one entry of the last dim, and all of the others."""
-    whole = all(i in (slice(None), Ellipsis) for i in item[:-1])
-    reaches = Ellipsis in item or len(item) == edit.tensor_value(source).dim()
-    return type(item[-1]) is int and whole and reaches
 
 
 def _choose_all(gm: GraphModule, found: _Mixture) -> Node:

@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import choices, indexing
 from moefx.analysis.recognition.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
+from moefx.analysis.recognition.pairs import Pairs
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
@@ -41,7 +42,6 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     raising, facts = Raising(gm, ctx, result), choices.facts(gm)
-    facts |= indexing.token_facts(facts, gm.graph.nodes)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
         if not _is_matmul(node):
@@ -120,6 +120,7 @@ class _Old:
         self.matmuls = [n for n in gm.graph.nodes if n in nodes and _is_matmul(n)]
         self.experts = int(edit.tensor_value(arg(self.matmuls[0], 1, "weight")).shape[0])
         self.k = int(edit.tensor_value(routing.of).shape[-1])
+        self.pairs = Pairs(routing.of)
         self.results: dict[Node, Node] = {}  # what was combined before -> what is combined now
         self.inputs: list[Node] = []  # what is dispatched
         self.shaped: dict[Node, Node] = {}  # the same by pair
@@ -152,7 +153,12 @@ class _Old:
         taken = indexing.taken(node)
         if taken is None or not self._fact(taken[1], Perm):
             return False
-        return not isinstance(self.facts.get(taken[0]), Flat) and indexing.repeated(taken[0], self.k) is None
+        return not isinstance(self.facts.get(taken[0]), Flat) and self._of_tokens(taken[0]) is None
+
+    def _of_tokens(self, source: Node) -> Node | None:
+        """What has every row of these once, if they are those of every token, as often as it has choices."""
+        front = self.pairs.front(source)
+        return None if front is None else self.pairs.tokens_of(source, front)
 
     def rewrite(self, check: Candidate) -> int:
         with edit.at(min(n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing)):
@@ -196,8 +202,7 @@ class _Old:
             elif self._fact(index, Perm) and isinstance(self.facts.get(source), Flat):
                 new = self.region.dispatch_choices(self._by_pair(self.facts[source].of, "reshape", -1, 1))
             elif self._fact(index, Perm):
-                of_tokens = indexing.repeated(source, self.k)
-                new = self.region.dispatch(self._by_pair(source) if self.by_pair else self._by_pair(of_tokens))
+                new = self.region.dispatch(self._by_pair(source if self.by_pair else self._of_tokens(source)))
             elif self._fact(index, Sorted):
                 new = self.region.expert_rows(source)
             else:

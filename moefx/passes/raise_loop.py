@@ -32,7 +32,7 @@ from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import additions, choices, einsums, loops, routings
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import Read, token_axes
-from moefx.analysis.recognition.host_numbers import count_picked
+from moefx.analysis.recognition.host_numbers import count_picked, drop_idle
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.merge import Emitter
 from moefx.context.pass_types import PassContext, PassResult
@@ -62,6 +62,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             found = [each for each in loops.find(gm, facts) if raising.wants(each.idx)]
     for name in count_picked(gm) if picked else ():
         result.changed(f"{name}: picked tokens are counted by their masks")
+    drop_idle(gm)
     return result
 
 

@@ -23,7 +23,7 @@ from moefx.analysis.recognition import choices, gathers
 from moefx.analysis.recognition.facts import Index, Mask, Weighed
 from moefx.analysis.recognition.host_numbers import is_check, is_number
 from moefx.context.pass_types import PassContext, PassResult
-from moefx.errors import RaiseError
+from moefx.errors import CaptureError, RaiseError
 from moefx.ir import edit
 from moefx.ir.names import op_name
 from moefx.ir.ops.regions import enter_experts
@@ -37,12 +37,15 @@ _UNKNOWN = "the way it gets its tokens, or puts its outputs together, is not kno
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    for node, reason in _leftovers(gm, ctx.decisions.declined):
+    leftovers = _leftovers(gm, ctx.decisions.declined)
+    for node, reason in leftovers:
         if ctx.refuses:
             raise RaiseError(f"a mixture of experts is not understood: {reason}", where=edit.place(node), hint=_STYLES)
         result.skip(node, reason)
         if ctx.mesh.dims("ep+esp") and not ctx.report.left:
             ctx.report.left[edit.place(node)] = reason
+    if not leftovers:
+        _refuse_numbers(gm, {*ctx.report.left, *ctx.decisions.declined})
     found = gm.graph.find_nodes(op="call_function", target=enter_experts)
     if not found and not ctx.report.left and ctx.mesh.size("ep+esp") > 1:
         seemings = filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder"))
@@ -63,6 +66,19 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         error.is_dense = seeming is None
         raise error
     return result
+
+
+def _refuse_numbers(gm: GraphModule, left: set[str]) -> None:
+    """left: the routings of what stays as it is."""
+    lists = [node for node in gm.graph.nodes if op_name(node) == "tolist"]
+    for node, fact in zip(lists, map(choices.facts(gm).get, (node.args[0] for node in lists))):
+        if getattr(getattr(fact, "ids", fact), "of", node).name not in left:
+            raise CaptureError(
+                f"the numbers of `{node.name}` are not known before the model runs",
+                where=edit.place(node),
+                hint="use numbers from .tolist() only to split tokens by the counts of a routing; or loop over all "
+                "experts, or sort and use grouped_mm",
+            )
 
 
 def _seems_of_experts(node: Node) -> bool:

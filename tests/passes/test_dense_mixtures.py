@@ -63,6 +63,7 @@ WAYS = {
     "narrowed": "y_0 * g.narrow(-1, 0, 1) + y_1 * g.narrow(1, 1, 1)",
     "unbound": "y_0 * g.unbind(-1)[0].unsqueeze(-1) + y_1 * g.unbind(-1)[1].unsqueeze(-1)",
     "split": "y_0 * g.split(1, -1)[0] + y_1 * g.split(1, -1)[1]",
+    "rows": "y_0 * g.t()[0].unsqueeze(-1) + y_1 * g.t()[1].unsqueeze(-1)",
     "added to something": "(x * 2 + y_0 * g[:, 0:1]) + y_1 * g[:, 1:2]",
     "stacked": "(torch.stack([y_0, y_1], 1) * g.unsqueeze(-1)).sum(1)",
     "einsum": 'torch.einsum("te,ted->td", g, torch.stack([y_0, y_1], 1))',
@@ -85,7 +86,6 @@ NOOP = {
     "one function": LOOP.replace("up_1)", "up_0)"),
     "stacked, of other functions": LOOP.replace(SUM, WAYS["stacked"]).replace("F.linear(x, up_1)", "F.relu(x)"),
     "numbers": LOOP.replace(SUM, "y_0 * g.sum() + y_1 * g[0, 0]"),
-    "rows": LOOP.replace("g[:, 0:1]", "g.t()[0].unsqueeze(-1)").replace("g[:, 1:2]", "g.t()[1].unsqueeze(-1)"),
 }
 
 

@@ -157,7 +157,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up0: "f32[16, 16]", up1: "f32[16
 ], ids=["first", "last", "cat"])  # fmt: skip
 def test_products_that_are_stacked_are_added(source):
     before, gm, result = unstacked(source)
-    assert result.changes == ["out: stacked products added one by one"]
+    assert result.changes == ["out: 2 stacked experts added one by one"]
     assert "add = y0 + y1" in short(gm).replace("mul_2", "y1")
     assert "stack" not in short(gm)
     assert "cat" not in short(gm)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from moefx.analysis.recognition import routings
+from moefx.analysis.recognition import indexing, routings
 from moefx.analysis.recognition.facts import Index, Mask, Weighed, tokens_of
 from moefx.analysis.recognition.indexing import FRESH, ZEROS
 from moefx.ir import edit
-from moefx.ir.names import arg, op_name
+from moefx.ir.names import op_name
 
 
 def is_nothing(base: Node | None) -> bool:
@@ -40,37 +40,22 @@ def of(node: Node, facts: dict) -> Addition | None:
 
 def _of_picked_rows(node: Node, facts: dict) -> Addition | None:
     """An expert's tokens were picked, and its rows are added or put at their places."""
-    name = op_name(node)
-    if name in ("index_copy", "index_copy_") and arg(node, 1, "dim") == 0:
-        mask = _tokens(arg(node, 2, "index"), facts)
-        return _assigned(node.args[0], mask, arg(node, 3, "source"))
-    if name in ("index_put", "index_put_"):
-        return _put(node, facts)
-    if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
-        mask = _tokens(arg(node, 2, "index"), facts)
-        return _one(node.args[0], mask, arg(node, 3, "source"))
-    if node.target is operator.setitem:
-        out, tokens, total = node.args
-        mask, rest = tokens_of(facts, tokens)
-        if mask is None or not isinstance(total, Node):
-            return None
-        if rest:
-            is_pair = len(rest) == 1 and facts.get(rest[0]) == Index(mask, "k")
-            return Addition(out, ((mask, total),), pairs=True) if is_pair and _is_fresh(out) else None
-        for old, rows in (total.args[:2], total.args[1::-1]) if op_name(total) in ("add", "iadd") else ():
-            read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
-            if read[0] is out and _tokens(read[1], facts) == mask:  # a token named twice would keep one of both sums
-                return _one(out, mask, rows) if names_once(mask, tokens) else None
-        return _assigned(out, mask, total)
-    return None
-
-
-def _one(out: Node, mask: Mask | None, rows: Node) -> Addition | None:
-    return None if mask is None else Addition(out, ((mask, rows),))
-
-
-def _assigned(out: Node, mask: Mask | None, rows: Node) -> Addition | None:
-    return Addition(out, ((mask, rows),), assigns=True) if _may_assign(out, mask) else None
+    put = indexing.put(node)
+    mask, rest = (None, ()) if put is None else tokens_of(facts, put.indices)
+    if mask is None:
+        return None
+    out, total = put.base, put.rows
+    if rest:
+        is_pair = len(rest) == 1 and facts.get(rest[0]) == Index(mask, "k") and put.whole is out
+        return Addition(out, ((mask, total),), pairs=True) if is_pair and _is_fresh(out) else None
+    if put.adds:
+        return Addition(out, ((mask, total),))
+    is_sum = node.target is operator.setitem and op_name(total) in ("add", "iadd")
+    for old, rows in (total.args[:2], total.args[1::-1]) if is_sum else ():
+        read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
+        if read[0] is out and tokens_of(facts, read[1]) == (mask, ()):  # a token named twice keeps one of both sums
+            return Addition(out, ((mask, rows),)) if names_once(mask, put.indices) else None
+    return Addition(out, ((mask, total),), assigns=True) if _may_assign(out, mask) else None
 
 
 def _of_all_rows(node: Node, facts: dict) -> Addition | None:
@@ -137,12 +122,6 @@ def _where_chosen(node: object, facts: dict) -> tuple[Mask, Node, object] | None
     return (fact, *node.args[1:]) if is_rows else None
 
 
-def _tokens(item: object, facts: dict) -> Mask | None:
-    """The mask of the tokens that an index picks, if it picks whole tokens."""
-    mask, rest = tokens_of(facts, item)
-    return None if rest else mask
-
-
 def _may_assign(out: Node, mask: Mask | None) -> bool:
     """Whether rows may be assigned where they are otherwise added: every token has one expert, and nothing stands there
     yet. `out` may be what earlier experts were assigned to."""
@@ -155,15 +134,12 @@ def names_once(mask: Mask, tokens: object) -> bool:
     return edit.tensor_value(index).dtype is torch.bool or mask.is_of_tokens or routings.is_distinct(mask.idx)
 
 
+def _is_assigned(out: Node) -> bool:
+    put = indexing.put(out)
+    return put is not None and put.whole is out and not put.adds
+
+
 def _is_fresh(out: Node) -> bool:
-    while isinstance(out, Node) and op_name(out) in ("index_copy", "index_copy_", "index_put", "index_put_", "where"):
+    while isinstance(out, Node) and (op_name(out) == "where" or _is_assigned(out)):
         out = out.args[2 if op_name(out) == "where" else 0]
     return is_nothing(out)
-
-
-def _put(node: Node, facts: dict) -> Addition | None:
-    """index_put(out, (tokens,), rows, accumulate)."""
-    out, indices, rows = node.args[0], arg(node, 1, "indices"), arg(node, 2, "values")
-    mask = _tokens(tuple(indices), facts) if isinstance(indices, (tuple, list)) else None
-    adds = arg(node, 3, "accumulate", False) is True
-    return _one(out, mask, rows) if adds else _assigned(out, mask, rows)

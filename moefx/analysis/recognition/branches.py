@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx.analysis.recognition.facts import Index, OfExpert, Read, Weighed, tokens_of
+from moefx.analysis.recognition.indexing import taken
 from moefx.analysis.recognition.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.recognition.structure import structure
 from moefx.errors import RaiseError
@@ -149,8 +150,9 @@ class Branches:
             return fact.w, "scores", fact.mask.expert
         if isinstance(fact, OfExpert) and fact.source is not None:
             return fact.source, "rows", fact.expert
-        if op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
-            return self._kind(node.args[0], (arg(node, 2, "index"),))
+        if op_name(node) in ("index_select", "gather"):
+            read = taken(node)
+            return None if read is None else self._kind(read[0], read[1:])
         if op_name(node) in ("reshape", "view", "squeeze") and _is_double(node.args[0]):
             inner = self._index_of(node.args[0])
             same = inner is not None and edit.tensor_value(node).dim() == edit.tensor_value(inner[0]).dim()
@@ -274,11 +276,6 @@ def _rows_of_one(source: Node, item: slice) -> tuple[Node, int, int] | None:
         return None
     rows = stop - start
     return (source, rows, start // rows) if rows > 0 and start % rows == 0 else None
-
-
-def _is_like(node: Node, idx: Node) -> bool:
-    """Whether a tensor has one entry per pair of a routing."""
-    return tuple(edit.tensor_value(node).shape) == tuple(edit.tensor_value(idx).shape)
 
 
 def _is_double(node: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.recognition.draws import Draws, same
-from moefx.analysis.recognition.facts import Flat, Mask, OneHot, Span
+from moefx.analysis.recognition.facts import Flat, Mask, OneHot
 from moefx.analysis.recognition.meanings import MOST, Routing
 from moefx.ir import edit
 from moefx.ir.names import op_name
@@ -284,4 +284,4 @@ def is_integral(node: Node) -> bool:
 
 
 def _is_of_one(fact: Any) -> bool:
-    return isinstance(fact, (Mask, Span)) or hasattr(fact, "mask")
+    return isinstance(fact, Mask) or hasattr(fact, "mask")

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moefx.ir import edit
 
-ALL = "t*"
+ALL, PAIRS = "t*", "p*"
 
 
 def token_axes(idx: Node) -> tuple[str, ...]:
@@ -82,13 +82,6 @@ class Offsets:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Zero, then the offsets: where every expert begins, and where the last one ends."""
-
-    ids: Flat
-
-
-@dataclass(frozen=True)
 class OneHot:
     """One-hot of the routing; `dims` names the axes in order."""
 
@@ -137,7 +130,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Index:
-    """Index vector along one axis of the pairs of one expert."""
+    """Index vector along one axis of the pairs of one expert; along `PAIRS` of all pairs in a row."""
 
     mask: Mask
     axis: str
@@ -170,23 +163,6 @@ class Scattered:
 
     idx: Node
     w: Node
-
-
-@dataclass(frozen=True)
-class Span:
-    """A number: how many rows the experts from `start` to `stop` - 1 have together."""
-
-    ids: Flat
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Split:
-    """The tuple of the rows of every expert, out of the sorted rows `source`."""
-
-    ids: Flat
-    source: Node
 
 
 @dataclass(frozen=True)

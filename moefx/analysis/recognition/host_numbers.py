@@ -40,6 +40,13 @@ def _are_numbers(found: Any) -> bool:
     return all(map(_are_numbers, found)) if isinstance(found, (list, tuple)) else isinstance(found, NUMBERS)
 
 
+def drop_idle(gm: GraphModule) -> None:
+    """Lists of numbers that only conditions have read, which capture decided: `if counts[e] == 0: continue`."""
+    for node in [n for n in gm.graph.nodes if op_name(n) == "tolist"]:
+        for each in (*found, node) if (found := readers(node)) is not None else ():
+            gm.graph.erase_node(each)
+
+
 def count_picked(gm: GraphModule) -> list[str]:
     """Numbers of picked tokens that go into tensors, torch.tensor([len(tokens_0), ..]) or load[e] += len(tokens_e) / n,
     become the numbers of nonzeros of the masks that these were picked by, which need no host. What became so."""

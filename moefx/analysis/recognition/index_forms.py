@@ -9,7 +9,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx.analysis.recognition.host_numbers import is_number, readers
-from moefx.analysis.recognition.indexing import of_rows
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
@@ -18,10 +17,9 @@ from moefx.ir.writes import storage, writes
 
 
 def shorten(gm: GraphModule) -> None:
-    """x[i, :] and x[i, ...] become x[i], x[i][:, 3] becomes x[i, 3], x[i, None] becomes x[i].unsqueeze(1), and so does
-    x[i, 3:4]: x[i, 3].unsqueeze(1)."""
+    """x[i, :] and x[i, ...] become x[i], x[i, None] becomes x[i].unsqueeze(1), and so does x[i, 3:4]:
+    x[i, 3].unsqueeze(1)."""
     for node in list(gm.graph.nodes):
-        _read_at_once(node)
         item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
         if not isinstance(item, tuple) or not any(isinstance(i, Node) for i in item):
             continue
@@ -37,20 +35,6 @@ def shorten(gm: GraphModule) -> None:
             rows.meta["val"] = edit.tensor_value(node).select(1, 0)
             node.replace_all_uses_with(wide)
             gm.graph.erase_node(node)
-
-
-def _read_at_once(node: Node) -> None:
-    """x[i][:, c] becomes x[i, c], for rows i of what was computed, unless something is written in between."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
-        return
-    inner, item = node.args
-    if inner.target is not operator.getitem or not isinstance(inner.args[1], Node) or inner.args[0].op == "placeholder":
-        return
-    is_column = isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None)
-    if not is_column or type(item[1]) not in (int, slice) or _dims_of(inner.args[1]) != 1:
-        return
-    if not _is_written(inner, node, (*inner.args, inner)):
-        node.args = (inner.args[0], (inner.args[1], item[1]))
 
 
 def _takes_one(node: Node) -> bool:
@@ -137,28 +121,6 @@ def columns(gm: GraphModule) -> None:
             node.args = (of_one, item[0] if len(item) == 1 else item)
 
 
-def single_pieces(gm: GraphModule) -> None:
-    """W.chunk(E)[e].squeeze(0) of pieces of one row becomes W[e]."""
-    for node in list(gm.graph.nodes):
-        if op_name(node) not in ("chunk", "split", "tensor_split") or arg(node, 2, "dim", 0) != 0:
-            continue
-        if any(type(piece.shape[0]) is not int or piece.shape[0] != 1 for piece in value(node)):
-            continue
-        for piece in list(node.users):
-            readers = [u for u in piece.users if (op_name(u), *u.args[1:]) in _FIRST_ROW and not u.kwargs]
-            if readers and piece.target is operator.getitem:
-                with edit.at(piece, after=True):
-                    row = edit.call(gm.graph, operator.getitem, node.args[0], piece.args[1])
-                row.meta["val"] = edit.tensor_value(readers[0])
-                for reader in readers:
-                    reader.replace_all_uses_with(row)
-                    gm.graph.erase_node(reader)
-                edit.erase_unused([piece, node])
-
-
-_FIRST_ROW = {("squeeze", 0), ("getitem", 0), ("select", 0, 0)}
-
-
 def of_tokens(gm: GraphModule, node: Node) -> None:
     """where(numbers) becomes where(numbers != 0), and where of [1, T] that of [T]: the place on the other axis is 0."""
     picked, found = node.args[0], edit.tensor_value(node.args[0])
@@ -198,27 +160,6 @@ def _read_at_zero(place: Node, emit: ragged.Rows) -> None:
         place.replace_all_uses_with(zeros)
         edit.erase_unused([zeros])
     place.graph.erase_node(place)
-
-
-def whole_rows(gm: GraphModule) -> None:
-    """gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add; so does
-    scatter_reduce that sums up."""
-    for node in list(gm.graph.nodes):
-        name = op_name(node)
-        sums = name == "scatter_reduce" and arg(node, 4, "reduce") == "sum" and "include_self" not in node.kwargs
-        if not (sums or name in ("gather", "scatter_add")) or arg(node, 1, "dim") != 0:
-            continue
-        x, index = node.args[0], arg(node, 2, "index")
-        rows, source = of_rows(index), arg(node, 3, "src")
-        whole = sizes(index)[1:] == sizes(x)[1:] and (source is None or sizes(source) == sizes(index))
-        if rows is None or not whole:
-            continue
-        with edit.at(node):
-            name, more = ("index_select", ()) if source is None else ("index_add", (source,))
-            new = gm.graph.call_method(name, (x, 0, rows, *more))
-        new.meta["val"] = edit.tensor_value(node)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
 
 
 def masked_rows(gm: GraphModule) -> None:

@@ -6,14 +6,12 @@ Pairs are those of tokens and their choices: P = T*K of them, token by token.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moefx.analysis.recognition.facts import Perm, TokenOf
 from moefx.ir import edit
 from moefx.ir.dim_indexing import items
 from moefx.ir.names import arg, op_name
@@ -27,13 +25,18 @@ CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contig
 
 @dataclass(frozen=True)
 class Placed:
-    """rows put at, or added to, the places `index` of `base`. whole: what has all of it then."""
+    """rows put at, or added to, the places `indices` of `base`. whole: what has all of it then."""
 
     base: Node
-    index: Node
+    indices: tuple
     rows: Node
     adds: bool
     whole: Node
+
+    @property
+    def index(self) -> Node:
+        """Of whole rows."""
+        return self.indices[0]
 
 
 @dataclass(frozen=True)
@@ -71,20 +74,30 @@ def entry(node: Node) -> tuple[int, int] | None:
 
 
 def placed(node: Node) -> Placed | None:
-    name, base = op_name(node), node.args[0] if node.args else None
-    if node.target is operator.setitem and isinstance(node.args[1], Node) and isinstance(node.args[2], Node):
-        return Placed(base, node.args[1], node.args[2], False, base)
-    if node.kwargs.get("alpha", 1) != 1 or "reduce" in node.kwargs:
+    """Whole rows that are put by one index."""
+    found = put(node)
+    return found if found is not None and len(found.indices) == 1 and isinstance(found.index, Node) else None
+
+
+def put(node: Node) -> Placed | None:
+    """Rows that are put by one index or several."""
+    name, base = op_name(node).rstrip("_"), node.args[0] if node.args else None
+    how = node.kwargs.get("alpha", 1), arg(node, 4, "reduce", "sum"), node.kwargs.get("include_self", True)
+    if node.target is operator.setitem:
+        found = node.args[1], node.args[2], False, base
+    elif how != (1, "sum", True):
         return None
-    if name.rstrip("_") in ("index_add", "index_copy") and arg(node, 1, "dim") == 0:
-        return Placed(base, arg(node, 2, "index"), arg(node, 3, "source"), "add" in name, node)
-    if name.rstrip("_") in ("scatter", "scatter_add") and arg(node, 1, "dim") == 0:
-        index, rows = of_rows(arg(node, 2, "index")), arg(node, 3, "src")
-        return Placed(base, index, rows, "add" in name, node) if index is not None and isinstance(rows, Node) else None
-    if name.rstrip("_") == "index_put":
-        indices, adds = arg(node, 1, "indices"), arg(node, 3, "accumulate", False)
-        return Placed(base, indices[0], arg(node, 2, "values"), adds is True, node) if len(indices) == 1 else None
-    return None
+    elif name in ("index_add", "index_copy") and arg(node, 1, "dim") == 0:
+        found = arg(node, 2, "index"), arg(node, 3, "source"), name == "index_add", node
+    elif name in ("scatter", "scatter_add", "scatter_reduce") and arg(node, 1, "dim") == 0:
+        found = of_rows(arg(node, 2, "index")), arg(node, 3, "src"), name != "scatter", node
+    elif name == "index_put":
+        found = arg(node, 1, "indices"), arg(node, 2, "values"), arg(node, 3, "accumulate", False) is True, node
+    else:
+        return None
+    indices, rows, adds, whole = found
+    indices = tuple(indices) if isinstance(indices, (tuple, list)) else (indices,)
+    return Placed(base, indices, rows, adds, whole) if isinstance(rows, Node) and None not in indices[:1] else None
 
 
 def of_rows(index: Any) -> Node | None:
@@ -97,34 +110,6 @@ def of_rows(index: Any) -> Node | None:
         return None
     rows = column.args[0] if op_name(column) in ("view", "reshape", "unsqueeze", "getitem") else None
     return rows if rows is not None and sizes(rows) == shape[:1] else None
-
-
-def repeated(node: Node, k: int) -> Node | None:
-    """x [T, ..] of what has every row of it k times: [T*k, ..]."""
-    name = op_name(node)
-    if name == "repeat_interleave" and arg(node, 1, "repeats") == k and (
-            arg(node, 2, "dim") == 0 or len(sizes(node.args[0])) == 1):  # fmt: skip
-        return node.args[0]
-    if name not in ("reshape", "view", "flatten") or op_name(node.args[0]) != "expand":
-        return None
-    wide = node.args[0].args[0]
-    x = wide.args[0] if op_name(wide) in ("unsqueeze", "getitem", "view", "reshape") else None
-    shape = sizes(wide)
-    fits = x is not None and shape == (sizes(x)[0], 1, *sizes(x)[1:]) and sizes(node)[1:] == sizes(x)[1:]
-    return x if fits and sizes(node.args[0]) == (shape[0], k, *shape[2:]) else None
-
-
-def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, TokenOf]:
-    """arange(T).repeat_interleave(K) in sorted order says which token every sorted pair came from."""
-    found = {}
-    for node in nodes:
-        source, index = taken(node) or (None, None)
-        perm = known.get(index)
-        k = sizes(perm.ids.of)[-1] if isinstance(perm, Perm) else None
-        numbers = repeated(source, int(k)) if k is not None and k.is_Integer else None
-        if numbers is not None and op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)):
-            found[node] = TokenOf(perm.ids)
-    return found
 
 
 def summed(node: Node, k: int) -> Summed | None:

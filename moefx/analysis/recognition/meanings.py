@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moefx.analysis.recognition.draws import same
 from moefx.analysis.recognition.facts import (
     ALL,
+    PAIRS,
     ByChoice,
     Columns,
     Counts,
@@ -29,7 +30,6 @@ from moefx.analysis.recognition.facts import (
     Read,
     Scattered,
     Sorted,
-    Span,
     Tally,
     TokenOf,
     Weighed,
@@ -211,16 +211,13 @@ class Routing:
                     return Mask(self.node, expert, dims)
         return None
 
-    def _index(self, node: Node, values: list[Tensor], mine: list[Any]) -> Index | Columns | Span | None:
-        if values[0].dtype is torch.bool or values[0].dtype.is_floating_point or values[0].dim() > 2:
+    def _index(self, node: Node, values: list[Tensor], mine: list[Any]) -> Index | Columns | None:
+        if values[0].dtype is torch.bool or values[0].dtype.is_floating_point or (
+                values[0].dim() not in (1, 2)):  # fmt: skip
             return None
         for mask in self._masks_behind(mine):
             where = self._where(mask.expert, mask.dims)
             if where is None:
-                continue
-            if values[0].dim() == 0:
-                if same(values, [each.sum() for each in where]):
-                    return Span(Flat(self.node), mask.expert, mask.expert + 1)
                 continue
             columns = [each.nonzero() for each in where]
             if values[0].dim() == 2:
@@ -231,7 +228,31 @@ class Routing:
             if places:  # of few tokens two may be the same
                 item = node.args[1] if len(node.args) > 1 else None
                 return Index(mask, mask.dims[item if type(item) is int and item in places else places[0]])
+        return self._piece(values) if values[0].dim() == 1 else None
+
+    def _piece(self, values: list[Tensor]) -> Index | None:
+        """Of an order of the pairs the part of one expert, or its tokens."""
+        for expert in self._counted(values):
+            for parts in self._parts(expert):
+                tokens = [part // self.k for part in parts]
+                if same(values, tokens) and len(self.axes) == 2:
+                    return Index(Mask(self.node, expert, self.axes), self.axes[0])
+                if same(values, tokens) and self.is_distinct:
+                    return Index(Mask(self.node, expert, (ALL,)), ALL)
+                if same(values, parts):
+                    return Index(Mask(self.node, expert, self.axes), PAIRS)
         return None
+
+    def _counted(self, values: list[Tensor]) -> list[int]:
+        """The experts that have so many rows."""
+        numbers = torch.tensor([len(v) for v in values])
+        counts = torch.stack([_count(ids, self.experts) for ids in self.flat]) if self.perms else numbers[:, None] + 1
+        return (counts == numbers[:, None]).all(0).nonzero().flatten().tolist()
+
+    def _parts(self, expert: int) -> Iterator[list[Tensor]]:
+        """Where the pairs of an expert are, in each of the orders that were found."""
+        for perm in self.perms:
+            yield [p[ids[p] == expert] for p, ids in zip(perm, self.flat)]
 
     def _picks(self, values: list[tuple], mine: list[Any]) -> Picks | None:
         for mask in self._masks_behind(mine):
@@ -278,6 +299,10 @@ class Routing:
                     scores = [each.sum(-1).view(at.shape) for each, at in zip(scores, where)]
                 if same(values, [each[at] for each, at in zip(scores, where)]):
                     return Read(mask, w)
+        for expert in {mask.expert for mask in self._masks_behind(mine)} & {*self._counted(values)}:
+            for parts, (w, scores) in itertools.product(self._parts(expert), self._weights(node, mine)):
+                if same(values, [each.flatten()[part] for each, part in zip(scores, parts)]):
+                    return Read(Mask(self.node, expert, self.axes), w)
         return None
 
     def _weights(self, node: Node, mine: list[Any]) -> Iterator[tuple[Node, list[Tensor]]]:
@@ -285,7 +310,8 @@ class Routing:
         fitting = self.scored(self.ids)
         if self.k == 1:
             fitting |= self.scored([each[..., 0] for each in self.ids])
-        before = [*node.all_input_nodes, *(getattr(fact, "w", None) for fact in mine)]
+        behind = (n for each in node.all_input_nodes for n in each.all_input_nodes)
+        before = [*node.all_input_nodes, *behind, *(getattr(fact, "w", None) for fact in mine)]
         for each in dict.fromkeys([*(n for n in before if n in fitting), *reversed(fitting)]):
             yield each, fitting[each]
 

@@ -10,14 +10,15 @@ import operator
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import Node
 
+from moefx.analysis.recognition import choices
+from moefx.analysis.recognition.draws import same
 from moefx.ir import edit
 from moefx.ir.dims import is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.shapes import features, sizes
-
-_SAME = ("to", "long", "int", "contiguous", "clone", "detach")
 
 
 class Pairs:
@@ -122,28 +123,9 @@ class Pairs:
         return sizes(node.args[0])[:1] == (self.tokens,) and self.is_numbering(index)
 
     def is_numbering(self, index: Any) -> bool:
-        """Whether an index names the token of every pair: 0, 0, 1, 1, .. for K = 2."""
+        """Whether an index names the token of every pair, in every draw: 0, 0, 1, 1, .. for K = 2."""
         if not isinstance(index, Node) or self.front(index) is None or features(self.tail(index)):
             return False
-        while is_reshape(index) or op_name(index) in _SAME:
-            index = index.args[0]
-        if op_name(index) in ("floordiv", "floor_divide", "div") and arg(index, 1, "other") == self.k:
-            down = op_name(index) != "div" or index.kwargs.get("rounding_mode") == "floor"
-            return down and _is_range(index.args[0]) and self.front(index) == 1
-        numbers = index if self.k == 1 else self._repeated(index)
-        numbers = None if numbers is None else self.plain(numbers)
-        return numbers is not None and _is_range(_unshaped(numbers))
-
-
-def _unshaped(node: Node) -> Node:
-    while is_reshape(node) or op_name(node) in _SAME:
-        node = node.args[0]
-    return node
-
-
-def _is_range(node: Node) -> bool:
-    """0, 1, 2, .."""
-    if op_name(node) != "arange":
-        return False
-    start = node.args[0] if len(node.args) > 1 else node.kwargs.get("start", 0)
-    return start == 0 and len(node.args) <= 2 and node.kwargs.get("step", 1) == 1
+        found = choices.drawn(index.graph.owning_module, index)
+        numbers = [torch.arange(v.numel()) // self.k for v in found or ()]
+        return found is not None and same([v.flatten() for v in found], numbers)

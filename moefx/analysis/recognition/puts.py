@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.recognition import choices
+from moefx.analysis.recognition import choices, indexing
 from moefx.analysis.recognition.additions import is_nothing, names_once
 from moefx.analysis.recognition.facts import tokens_of
 from moefx.analysis.recognition.indexing import ZEROS
@@ -127,26 +127,20 @@ def _own_put(whole: object, reader: Node, facts: dict) -> _Put | None:
     """What was put into zeros of which `reader` alone reads what they are then."""
     if not isinstance(whole, Node) or not whole.args:
         return None
-    name, zeros, node, sums = op_name(whole), whole.args[0], whole, ()
-    if name in ZEROS:
-        zeros, node = whole, next((user for user in whole.users if user.target is operator.setitem), whole)
-        if node is whole or node.args[0] is not zeros or not node < reader:
-            return None
-        places, (rows, *sums), adds = node.args[1], _rows_put(node), False
-    elif name in ("index_add", "index_copy") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
-        places, rows, adds = arg(node, 2, "index"), arg(node, 3, "source"), name == "index_add"
-    elif name == "index_put":
-        places, rows, adds = arg(node, 1, "indices"), arg(node, 2, "values"), arg(node, 3, "accumulate", False)
-    else:
+    node = whole
+    if op_name(whole) in ZEROS:
+        node = next((user for user in whole.users if user.target is operator.setitem), whole)
+    put = indexing.put(node)
+    if put is None or put.whole is not whole or (node is not whole and not node < reader):
         return None
+    zeros, places, (rows, *sums) = put.base, put.indices, _rows_put(node) if node is not whole else (put.rows,)
     is_own = set(whole.users) - set(sums) == {node, reader} - {whole}
     if not isinstance(rows, Node) or op_name(zeros) not in ZEROS or not is_own:
         return None
     if zeros is not whole and any(users_of_memory(zeros).values()):
         return None
-    places = tuple(places) if isinstance(places, (tuple, list)) else (places,)
     once = _names_once(places, edit.tensor_value(zeros).dim(), facts)
-    return _Put(zeros, places, rows, node, whole, tuple(sums)) if once or (adds and once is not None) else None
+    return _Put(zeros, places, rows, node, whole, tuple(sums)) if once or (put.adds and once is not None) else None
 
 
 def _rows_put(put: Node) -> tuple[object, ...]:
@@ -183,7 +177,7 @@ def _added(gm: GraphModule, total: Node, put: _Put, node: Node) -> Node:
     with edit.at(node):
         old = edit.tensor_value(node)
         rows = ragged.Rows(gm, old.fake_mode, "").cast(put.rows, old.dtype)
-        if op_name(put.node) in ("index_add", "index_copy"):
+        if len(put.places) == 1 and edit.tensor_value(put.places[0]).dtype is not torch.bool:
             new = gm.graph.call_method("index_add", (total, 0, *put.places, rows))
         else:
             new = gm.graph.call_method("index_put", (total, put.places, rows, True))
