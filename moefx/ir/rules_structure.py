@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -176,7 +177,7 @@ def outputs_keep_their_types(view: View) -> None:
 
 def _type_of(found: Any) -> tuple[Any, ...]:
     if isinstance(found, torch.Tensor):
-        return (found.dtype, *map(expr, found.shape))
+        return (found.dtype, *(sympy.expand(expr(size)) for size in found.shape))
     return (type(found).__name__,)
 
 

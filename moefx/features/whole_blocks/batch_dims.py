@@ -14,7 +14,7 @@ from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import tensor_of, trace
 from moefx.ir.fates import Fate, How, Size, quotient, shape_of
 from moefx.ir.op import value
-from moefx.ir.randomness import draws
+from moefx.ir.randomness import draws, never_drops
 from moefx.ir.writes import is_written, writes
 
 
@@ -86,13 +86,14 @@ class BatchDims:
                 if dim is None:
                     self.why[node] = why
                     shape = shape_of(tensor_of(node))
-                    dim = 0 if shape and shape[0] == self.batch and not writes(node) and not is_written(node) else None
+                    whole = writes(node) or is_written(node) or not shape or not self._is_batches(shape[0])
+                    dim = None if whole else 0
                 if dim is not None:
                     self.dims[node] = dim
 
     def _dim(self, node: Node) -> tuple[int | None, str]:
         """Its dim of samples, or why it has none."""
-        if draws(node):
+        if draws(node) and not never_drops(node):
             return None, "it draws random numbers"
         if writes(node) or is_written(node):
             return None, "it is written to"

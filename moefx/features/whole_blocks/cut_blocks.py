@@ -34,7 +34,7 @@ from moefx.ir.dims import tensor_of
 from moefx.ir.fates import Size, quotient, shape_of
 from moefx.ir.names import op_name
 from moefx.ir.op import value
-from moefx.ir.ops.regions import CHUNKED
+from moefx.ir.ops.regions import CHUNKED, enter_experts
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -46,18 +46,19 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     marked = [node for node in gm.graph.nodes if node.meta.get(CHUNKED) in regions]
     cats = {node: node.meta[CHUNKED] for node in marked if node.target is torch.cat}
     splits = {node: node.meta[CHUNKED] for node in marked if node.target == "split"}
-    tried = []
-    for batch in batches(gm):
-        tried.append(BatchDims(gm, batch, n, splits, cats))
-        tried[-1].find()
-        if tried[-1].regions():
-            break
+    tried = [BatchDims(gm, batch, n, splits, cats) for batch in batches(gm)]
+    for each in tried:
+        each.find()
     if not tried:
         result.skip(gm.graph.output_node(), "no input has a batch")
         return result
-    found = tried[-1]
-    for region in regions - found.regions():
+    found = max(tried, key=lambda each: (len(each.regions()), len(each.dims)))
+    capacities = {node.args[-1]: node for node in gm.graph.find_nodes(op="call_function", target=enter_experts)
+                  if node.args[1] is None}  # fmt: skip
+    for region in sorted(regions - found.regions()):
         node, why = found.reason(region)
+        if region in capacities:
+            node, why = capacities[region], "its chunks are parts of the capacity"
         result.skip(node, f"region {region} is not cut with the batch: {node.name}: {why}")
     if found.regions():
         for node, why in found.seams().items():

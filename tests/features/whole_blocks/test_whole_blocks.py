@@ -64,7 +64,7 @@ def test_accumulation_over_data_and_experts():
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "layout", "why"), [
-    ("gshard-top2", EP2, "is cut along its capacity"),
+    ("gshard-top2", EP2, "its chunks are parts of the capacity"),
     ("mixtral-grouped_mm", EP2_MP2, "nobody knows what it does to a batch"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_said(name, layout, why):
