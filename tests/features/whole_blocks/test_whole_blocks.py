@@ -5,6 +5,7 @@ Ranks are threads that share one compile.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -46,7 +47,9 @@ def test_on_two_ranks(name, options):
     case = CASES[name]
     for changes, skipped in run_sharing(2, check, EP2, case, steps_of(case, [EVEN, UNEVEN, ONE_SAMPLE]), options):
         assert len(changes) == 1, skipped
-        assert not skipped
+        seams = {"key_states"} if "deepseek" in name else set()  # which it writes half by half
+        assert seams == {re.sub(r"_\d+$", "", each.split(" in ")[1].split(":")[0]) for each in skipped if "written" in each}
+        assert seams or not skipped
 
 
 def test_a_loss_over_all_tokens_is_that_of_the_uncut_model():
@@ -65,7 +68,7 @@ def test_accumulation_over_data_and_experts():
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "layout", "why"), [
     ("gshard-top2", EP2, "its chunks are parts of the capacity"),
-    ("mixtral-grouped_mm", EP2_MP2, "nobody knows what it does to a batch"),
+    ("mixtral-grouped_mm", EP2_MP2, "hidden_states_7_share: it mixes samples"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_said(name, layout, why):
     case = CASES[name]
