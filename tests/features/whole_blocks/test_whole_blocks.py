@@ -5,7 +5,6 @@ Ranks are threads that share one compile.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import pytest
@@ -47,9 +46,9 @@ def test_on_two_ranks(name, options):
     case = CASES[name]
     for changes, skipped in run_sharing(2, check, EP2, case, steps_of(case, [EVEN, UNEVEN, ONE_SAMPLE]), options):
         assert len(changes) == 1, skipped
-        seams = {"key_states"} if "deepseek" in name else set()  # which it writes half by half
-        assert seams == {re.sub(r"_\d+$", "", each.split(" in ")[1].split(":")[0]) for each in skipped if "written" in each}
-        assert seams or not skipped
+        written = [each for each in skipped if "key_states" in each]  # deepseek writes them half by half
+        assert bool(skipped) == ("deepseek" in name)
+        assert bool(written) == bool(skipped)
 
 
 def test_a_loss_over_all_tokens_is_that_of_the_uncut_model():
