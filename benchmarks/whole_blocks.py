@@ -88,12 +88,14 @@ def step(model: moefx.CompiledModule, batch: dict[str, torch.Tensor]) -> list[to
 
 
 def exchanges(model: moefx.CompiledModule, batch: dict[str, torch.Tensor]) -> list[int]:
-    """Bytes that every all-to-all of a step sends."""
+    """Bytes that every all-to-all of a step sends, of the rank that sends most."""
     model._session.trace = []
     step(model, batch)
     found = [each.num_bytes for each in model._session.trace if each.kind == "all_to_all"]
     model._session.trace = None
-    return found
+    most = torch.tensor(found)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.tolist()
 
 
 def communicate(sizes: list[int]) -> None:
