@@ -9,7 +9,8 @@ one thread a rank, gloo. All programs of a configuration are interleaved in the 
 communication: the all-to-alls of the step alone, one after the other. share: that over the blocking step (one chunk,
 "sequential"). The programs: "mixtures n": chunks=n; "blocks n": with whole_blocks, too, both ordered by "heuristic".
 Ratios are to the blocking step, round by round: median and quartiles. gain: of the best mixtures over the best blocks,
-by medians. floor: the larger of communication and of the blocking step less communication, over the blocking step.
+by medians. floor: the larger of communication and of the blocking step less communication, over the blocking step;
+both are measured, so a row may be below it by chance.
 memory: the planned peaks of blocks over mixtures, n=2, forward and backward. "same": loss and all gradients agree with
 those of the blocking step to 1e-5.
 """

@@ -56,9 +56,9 @@ class BatchDims:
 
     def seams(self) -> dict[Node, str]:
         """Between the batch and a region that is cut: {value that needs all parts together: the reason}."""
-        done = {*self.cut}
+        done, wanted = {*self.cut}, self._wanted()
         return {node: why for node, why in self.why.items()
-                if node in self._wanted() and any(each in done for each in node.all_input_nodes)}  # fmt: skip
+                if node in wanted and any(each in done for each in node.all_input_nodes)}  # fmt: skip
 
     def needs(self, node: Node) -> dict[Node, int | None]:
         """What a value that is computed part by part reads: {argument: its dim of samples; None: all of it}."""

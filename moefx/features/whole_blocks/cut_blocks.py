@@ -81,13 +81,14 @@ class _Cut:
         found = self.found
         self.given = next(node for node in self.graph.find_nodes(op="placeholder") if node in found.dims)
         regions = found.regions()
+        taken = [node for node, region in found.splits.items() if region in regions]
+        self.replaced = {*found.cut, *taken}
         outside = {node: self._readers(node) for node in found.cut}
         shapes = {node: shape_of(tensor_of(node)) for node in found.cut}
         for node in found.cut:
             self.parts[node, found.dims[node]] = self._parts(node)
-        for node, region in found.splits.items():
-            if region in regions:
-                self._take(node)
+        for node in taken:
+            self._take(node)
         for node in found.cut:
             self._give(node, outside[node], shapes[node])
         for node in reversed(found.cut):
@@ -100,12 +101,7 @@ class _Cut:
 
     def _readers(self, node: Node) -> list[Node]:
         """Those who want the value as it was."""
-        cut = {*self.found.cut}
-        return [user for user in node.users if user not in cut and user not in self._taken()]
-
-    def _taken(self) -> set[Node]:
-        regions = self.found.regions()
-        return {node for node, region in self.found.splits.items() if region in regions}
+        return [user for user in node.users if user not in self.replaced]
 
     def _parts(self, node: Node) -> list[Node]:
         found = self.found

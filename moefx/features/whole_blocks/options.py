@@ -6,4 +6,4 @@ from moefx.options.declare import BOOL, option
 
 FIELDS = {"parallel": {"whole_blocks": option(False, BOOL, """
     True cuts whole blocks, attention included, along the batch into `chunks` parts: the exchanges of one part run
-    beside the attention and the experts of another. For batches that divide by `chunks`.""")}}  # fmt: skip
+    beside the attention and the experts of another.""")}}  # fmt: skip
