@@ -132,7 +132,7 @@ def _on_all_tokens(emit: ragged.Rows, loop: Loop, branches: Branches) -> Node:
         elif isinstance(role, Tokens):
             new[node] = role.x
         else:
-            new[node] = _summed(emit, emit.emit_call(operator.mul, role.w, mask), loop, role.column)
+            new[node] = _summed(emit, emit.emit_call(operator.mul, role.read(emit), mask), loop, role.column)
     out = new[branches.rows[0]]
     if any(isinstance(role, Scores) for role in branches.roles.values()):
         return out

@@ -138,7 +138,8 @@ class Branches:
             return Tokens(source, kind == "flat tokens")
         if kind == "rows":
             return Part(source)
-        return Scores(source, kind == "dense", column)
+        has_gradient = [edit.tensor_value(each).requires_grad for each in (source, nodes[0])]
+        return Scores(source, kind == "dense", column, has_gradient == [True, False])
 
     def _index_of(self, node: Node) -> tuple[Node, str | int, int] | None:
         """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number; the kind is a

@@ -92,7 +92,8 @@ class Emitter:
             return region.dispatch(region.per_token(role.x, role.flat))
         if isinstance(role, Scores):
             some = may_name_nobody(region.given_idx)
-            score = region.dispatch_choices(region.of_chosen(role.w, some) if role.dense else role.w)
+            scores = role.read(region)
+            score = region.dispatch_choices(region.of_chosen(scores, some) if role.dense else scores)
             return region.method("unsqueeze", score, -1) if role.column else score
         if isinstance(role, Numbers):
             return self._number_of_rows(node, role)

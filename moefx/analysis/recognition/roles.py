@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from moefx.ir import ragged
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -24,11 +26,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Scores:
-    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [.., E] tensor. column: as [.., 1]."""
+    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [.., E] tensor. column: as [.., 1]. detached:
+    w has gradients, and what is read of it has none."""
 
     w: Node
     dense: bool
     column: bool
+    detached: bool
+
+    def read(self, emit: ragged.Rows) -> Node:
+        return emit.method("detach", self.w) if self.detached else self.w
 
 
 @dataclass(frozen=True)
