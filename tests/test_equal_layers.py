@@ -11,16 +11,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import RaiseError
+from tests.support.breadth import some
 from tests.support.handmade import Capacity, D, Loop, make_moe
 from tests.support.layered import layered
+from tests.support.mask_styles import TopP
 from tests.support.models import Case
+from tests.support.op_styles import ApartOfAllTokens
 from tests.support.ranks import fake_world
 from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
-from tests.support.styles import Dispatched, Gathered
+from tests.support.styles import Dispatched, FirstOfMore, Gathered, OwnNumbers
 
 STYLES = {"loop": partial(make_moe, Loop()), "capacity": partial(make_moe, Capacity()), "gathered": Gathered,
           "grouped": Dispatched}  # fmt: skip
+# Layers behind the first one are written otherwise than flat.
+OTHERWISE = {each.__name__: each for each in (OwnNumbers, FirstOfMore, TopP, ApartOfAllTokens)}
 
 
 def check(rank, world, case, steps):
@@ -32,9 +37,9 @@ def check(rank, world, case, steps):
     return folded.changes
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", some([*STYLES, *OTHERWISE], *STYLES))
 def test_every_layer_is_as_in_eager(name):
-    make = STYLES[name]
+    make = (STYLES | OTHERWISE)[name]
     case = Case(f"three layers, {name}", partial(layered, make, 3))
     for changes in run_sharing(2, check, case, steps_of(case, [[(2, 6), (3, 6)]] * 2)):
         assert len(changes) == 1, changes
