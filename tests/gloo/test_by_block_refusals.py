@@ -15,6 +15,7 @@ from moefx.errors import CaptureError, MoefxError, UnsupportedUse
 from tests.support.handmade import LanguageModel, Loop
 from tests.support.ranks import one_rank, run_ranks
 from tests.support.routed_experts import ByPlace
+from tests.support.torches import IS_2_11
 from tests.support.uncapturable import TOKENS, Branching, Deciding, Handed, Layers, simple
 
 
@@ -165,6 +166,7 @@ def test_a_parameter_that_is_kept_apart_is_refused():
                 loss.backward()
 
 
+@pytest.mark.xfail(IS_2_11, reason="compiled block by block, and refused in the first backward", strict=True)
 def test_a_parameter_that_is_kept_apart_is_refused_in_a_whole_model():
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))

@@ -41,6 +41,7 @@ from moefx.weights.transformers_names import Recipe
 from moefx.weights.values import Files, _fill
 from tests.gloo.test_parameters_gloo import collectives
 from tests.support.ranks import run_ranks
+from tests.support.torches import IS_2_11
 
 SHAPE, DIMS = (8, 16, 4), {"a": 2, "b": 2, "c": 2}
 LAYOUTS = {
@@ -142,7 +143,8 @@ def check_values(mesh: DeviceMesh, layouts: list[Layout]) -> None:
         if layout.owner is None and all(cut.placements(DIMS) for cut in layout.cuts):  # placements tell the truth
             said = distribute_tensor(whole, mesh, param.placements)
             assert torch.equal(said.to_local(), local(param)), name
-            assert torch.equal(said.full_tensor(), whole), name
+            if not IS_2_11:  # which takes them for another order of ranks, or refuses
+                assert torch.equal(said.full_tensor(), whole), name
         held = param.detach()
         for found, expected in ((held.sum(1), whole.sum(1)), (held * held.norm() + held, whole * whole.norm() + whole),
                                 (held.norm(math.inf) ** 2, whole.norm(math.inf) ** 2)):  # fmt: skip
