@@ -132,6 +132,16 @@ class Nesting:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """A program that may be better than the one that was planned: `choices` by region, of a pass that must have found
+    something to do. words: what reports call it, beside "as planned"."""
+
+    words: str
+    choices: Mapping[int, Any]
+    needs: str
+
+
+@dataclass(frozen=True)
 class Degrees:
     """How the planner chooses to how many (r) of the ranks that share an expert a row goes, where weights of the others
     are gathered (`Choice.r`).
@@ -174,6 +184,9 @@ class Feature:
                     while the next is on its way}
         keepings    where values that the backward reads may wait, see Keeping
         strategies  values of the option `keep`, as in `moefx.options.STRATEGIES`
+        scheduler   (Options) -> who orders tasks, if no option says
+        proposals   (PassContext of the planned program) -> Proposals; one is taken if a whole step is predicted to be
+                    faster by it, and the next one is tried only then. Its passes know it by `Decisions.proposed_by`
         formulas    values of the option `formula` that choose what is kept: (graphs, PassContext, Machine, sizes,
                     {region: its candidate}) -> `planning.restoring.Restoring`
     Training
@@ -198,6 +211,8 @@ class Feature:
     keepings: tuple[Keeping, ...] = ()
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    scheduler: Callable[[Any], str | None] = field(default=lambda options: None)
+    proposals: Callable[[Any], Sequence[Proposal]] = field(default=lambda ctx: ())
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower | None] = field(default=lambda compiled: None)
 
@@ -306,6 +321,17 @@ def strategies() -> dict[str, Mapping[str, str]]:
 
 def formulas() -> dict[str, Callable[..., Any]]:
     return {name: each for feature in FEATURES.values() for name, each in feature.formulas.items()}
+
+
+def scheduler(options: Any) -> str | None:
+    """Who orders tasks: the option, or what a feature knows to be better with the others."""
+    found = (feature.scheduler(options) for feature in FEATURES.values())
+    return options.scheduler or next(filter(None, found), None)
+
+
+def proposals(ctx: Any) -> dict[str, Sequence[Proposal]]:
+    """{room: what it proposes}."""
+    return {name: made for name, feature in FEATURES.items() if (made := feature.proposals(ctx))}
 
 
 # ---- training

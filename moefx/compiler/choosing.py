@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from moefx import rooms
@@ -32,8 +33,9 @@ from moefx.ir.op import Stage
 from moefx.ir.ops.order import wait
 from moefx.ir.regions import region_of
 from moefx.options import Options
-from moefx.planning.folding import best_fold
-from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.folding import SIMPLER, best_fold
+from moefx.planning.foreseen import Foreseen
+from moefx.planning.limits import check_memory, next_limit, peak_of
 from moefx.planning.pieces import outside
 from moefx.planning.placing import costs_of, planned_late, skewed_seconds
 from moefx.planning.planner import Caches, Decision, decide
@@ -89,22 +91,63 @@ class Chooser:
         misses: list[Peak] = []
         while True:
             found = whole
+            given = partial(Decisions, rows=whole.ctx.decisions.rows, late=late, spare=whole.ctx.decisions.spare)
             if late or not decision.is_whole:
-                chosen = Decisions(rows=whole.ctx.decisions.rows, late=late, spare=whole.ctx.decisions.spare)
                 try:
-                    found = self.run(whole.ctx.mesh, decision.asks_for(chosen))
+                    found = self.run(whole.ctx.mesh, decision.asks_for(given()))
                 except UnsupportedUse as error:
                     whole, decision = self._with_rows_to_all(whole, decision, error)
                     continue
             found.ctx.decisions.plan = decision
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:
+                found = self._with_proposals(found, given)
                 again = found is not whole and rooms.choose(self.options)
                 return found._replace(looked_at=(whole.graphs, whole.ctx)) if again else found
             misses.append(peak)
             limit = next_limit(decision, misses, self.options.memory_limit)
             again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
             decision = replace(again, notes=decision.notes)
+
+    def _with_proposals(self, found: Attempt, given: Callable[[], Decisions]) -> Attempt:
+        """What was planned, or what a room proposes in its place, if a step is predicted to be faster by it and it
+        stays within the limit of memory. given: what a program is made by besides a plan."""
+        plan = found.ctx.decisions.plan
+        foreseen = Foreseen(found.graphs, found.ctx)
+        seconds, best, chosen = foreseen.seconds, found, "what was planned"
+        said = [f"a step is predicted to take {1e3 * seconds:.3f} ms as planned"]
+        for room, proposals in rooms.proposals(found.ctx).items():
+            if seconds <= foreseen.floor * (1 + SIMPLER):
+                least = f"{1e3 * foreseen.floor:.3f} ms"
+                said.append(f"{proposals[0].words} not tried, as {least} of these are taken in any order")
+                continue
+            for each in proposals:
+                other, words = self._try(found.ctx.mesh, replace(plan.asks_for(given()), choices=dict(each.choices),
+                                                                 proposed_by=room), each)  # fmt: skip
+                said.append(f"{each.words}: {words}")
+                if other is None or (took := Foreseen(other.graphs, other.ctx).seconds) * (1 + SIMPLER) >= seconds:
+                    break
+                seconds, best, chosen = took, other, each.words
+                best.ctx.decisions.plan = plan.changed(each.choices, each.words)
+        if len(said) > 1:
+            note = f"{'; '.join(said)}. Taken: {chosen}"
+            best.ctx.decisions.plan = replace(best.ctx.decisions.plan, notes=(*plan.notes, note))
+        return best
+
+    def _try(self, mesh: MeshSpec, decisions: Decisions, proposal: rooms.Proposal) -> tuple[Attempt | None, str]:
+        """What is proposed, and how long a step takes by it; or why it cannot be."""
+        try:
+            found = self.run(mesh, decisions)
+        except (RaiseError, UnsupportedUse) as error:
+            return None, f"cannot be: {error.what}"
+        records = [each for each in found.pipeline.records if each.name == proposal.needs]
+        if not any(each.changes for each in records):
+            return None, "cannot be: " + "; ".join(dict.fromkeys(why for each in records for _, why in each.skipped))
+        peak, limit = peak_of(found.graphs, found.ctx).bytes, self.options.memory_limit
+        words = f"{1e3 * Foreseen(found.graphs, found.ctx).seconds:.3f} ms"
+        if limit is not None and peak > limit:
+            return None, f"{words}, but it needs {peak / 1e6:.3f} MB, more than memory_limit"
+        return found, words
 
     def look(self, mesh: MeshSpec) -> tuple[Attempt, Decision]:
         """The program with whole regions that the one which runs is chosen by, and what should become of them."""

@@ -10,6 +10,7 @@ import sympy
 from torch import Tensor
 from torch.fx import Node
 
+from moefx import rooms
 from moefx.context.region_facts import RegionFacts, Slots
 from moefx.costmodel.amounts import Amounts
 from moefx.options import Options
@@ -35,6 +36,7 @@ class Choice:
     def asked(cls, options: Options) -> Choice:
         """What the options say, and the simplest of what they leave open."""
         asked = {name: options.value_of(name) for name in cls.__dataclass_fields__}
+        asked["scheduler"] = rooms.scheduler(options)
         first = {name: found[0] if isinstance(found, tuple) else found for name, found in asked.items()}
         return cls(**{name: found for name, found in first.items() if found is not None})
 
@@ -124,7 +126,7 @@ class Decisions:
     are, with what each way costs. late: regions (not their chunks) that a plan after the gate balances,
     beside those that the options name. readers: of parameters of separate experts, the regions (not their chunks) that
     read them. spare: slots for copies on each rank, if fewer than the options say. relied: (Source, values) of inputs
-    that the program is right for as long as they hold these values.
+    that the program is right for as long as they hold these values. proposed_by: the room whose proposal this is.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -156,6 +158,7 @@ class Decisions:
     readers: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
     spare: int | None = None
     relied: list[tuple[Any, Tensor]] = field(default_factory=list)
+    proposed_by: str = ""
 
     def asked(self) -> Decisions:
         """The same before the planner chose anything."""

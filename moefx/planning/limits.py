@@ -14,6 +14,12 @@ from moefx.planning.memory import peaks
 from moefx.planning.planner import Decision
 
 
+def peak_of(graphs: StepGraphs, ctx: PassContext) -> Peak:
+    """Of a finished program."""
+    sizes = typical_sizes(graphs.graphs.values(), ctx)
+    return max(peaks(graphs, ctx, sizes).values(), key=lambda found: found.bytes)
+
+
 def check_memory(graphs: StepGraphs, ctx: PassContext, misses: Sequence[Peak] = ()) -> Peak | None:
     """The peak of a finished program if it needs more than `Options.memory_limit`; None: it stays within it. misses: of
     earlier attempts. Raises MoefxError, with the least of them, if there is nothing else to choose, or these are two.
@@ -21,8 +27,7 @@ def check_memory(graphs: StepGraphs, ctx: PassContext, misses: Sequence[Peak] = 
     limit, decision = ctx.options.memory_limit, ctx.decisions.plan
     if limit is None:
         return None
-    sizes = typical_sizes(graphs.graphs.values(), ctx)
-    peak = max(peaks(graphs, ctx, sizes).values(), key=lambda found: found.bytes)
+    peak = peak_of(graphs, ctx)
     if peak.bytes <= limit:
         return None
     if decision is None or decision.restoring is None or decision.restoring.is_least or len(misses) == 2:

@@ -147,7 +147,7 @@ def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float)
             # OptSche has weight gradients at once; the heuristic keeps what they read till links have nothing to do.
             is_open = each.more.is_split == plan.chosen.more.is_split if plan.region in alone else (
                 _shared(each.choice) == _shared(plan.chosen.choice))  # fmt: skip
-            if is_open and (ctx.options.scheduler is not None or each.choice.scheduler == SCHEDULERS[0]):
+            if is_open and (rooms.scheduler(ctx.options) is not None or each.choice.scheduler == SCHEDULERS[0]):
                 alike.setdefault((each.choice.chunks, *_shared(each.choice)), []).append(each)
         options[plan.region] = [_simplest(some) for some in alike.values()]
     restoring = restore(graphs, ctx, found.machine, found.sizes, free, options, limit)
@@ -299,7 +299,7 @@ class _Planner:
         return list(itertools.product(
             open_algorithms,
             CODECS if options.alltoall.lossy and options.alltoall.codec == IDENTITY else (options.alltoall.codec,),
-            SCHEDULERS if options.scheduler is None else (options.scheduler,),
+            SCHEDULERS if rooms.scheduler(options) is None else (rooms.scheduler(options),),
         ))  # fmt: skip
 
     def _candidates(self, region: str, left: tuple[str, str, str], degrees: tuple[int, ...],
@@ -325,7 +325,7 @@ class _Planner:
         if chosen not in measured:
             seconds(chosen)
         # Nobody orders whole regions unless asked to: the first scheduler stands for all.
-        is_first = self.ctx.options.scheduler is not None or scheduler == SCHEDULERS[0]
+        is_first = rooms.scheduler(self.ctx.options) is not None or scheduler == SCHEDULERS[0]
         return [c for c in measured.values() if c.choice.chunks > 1 or is_first]
 
     def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice,

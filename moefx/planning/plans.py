@@ -98,6 +98,17 @@ class Decision:
             decisions = replace(decisions, restoring=kept.ways, rings=kept.rings)
         return replace(decisions, choices=self.choices)
 
+    def changed(self, choices: Mapping[int, Choice], reason: str) -> Decision:
+        """With other choices for some regions, taken for that reason."""
+        plans = []
+        for plan in self.regions:
+            choice = choices.get(plan.region, plan.chosen.choice)
+            near = next((each for each in plan.candidates if each.choice == choice), None)
+            near = near or replace(plan.chosen, choice=choice)
+            plans.append(plan if choice == plan.chosen.choice else replace(plan, chosen=near, reason=reason))
+        return replace(self, regions=tuple(plans), forced={number: choices.get(number, choice)
+                                                           for number, choice in self.forced.items()})  # fmt: skip
+
     @property
     def memory(self) -> float:
         """The estimated peak in bytes."""

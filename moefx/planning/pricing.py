@@ -267,4 +267,5 @@ class Prices:
             rows = edit.tensor_value(node.args[0] if stage is Stage.COMPRESS else node)
             nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
             return self.machine.coding_seconds(stage, argument(node, "codec"), nbytes, moved)
-        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)
+        # Of more parts than rows each has one, the last less than none.
+        return max(0.0, self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root))

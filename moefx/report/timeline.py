@@ -19,16 +19,12 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from torch.fx import GraphModule
-
-from moefx.analysis.tasks import tasks_of
 from moefx.compiler.variant import Variant
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.simulate import simulate
-from moefx.costmodel.tasks import COMPUTE, Schedule, TaskGraph
+from moefx.costmodel.tasks import COMPUTE, TaskGraph
 from moefx.errors import UnsupportedUse
 from moefx.model.api import CompiledModule
-from moefx.planning.pricing import Prices
+from moefx.planning.foreseen import Foreseen
 from moefx.report.reports import programs_of
 from moefx.report.step_times import Comparison
 from moefx.report.traces import PREDICTED, HiddenShare, Process, Span, Trace, duration, moved, one_at_a_time
@@ -133,17 +129,15 @@ class Prediction:
 
     def __init__(self, variant: Variant) -> None:
         graphs = variant.scheduled
-        prices = Prices(StepGraphs(graphs["forward"], graphs.get("backward")), variant.context)
-        self.about = {"machine": prices.machine.name, "machine_given": variant.context.machine is not None}
-        self.tasks = {name: tasks_of(_body(gm), variant.context, prices).graph for name, gm in graphs.items()}
-        plans = {frozenset(plan.timeline.start): plan.timeline for plan in variant.context.decisions.orders}
+        found = Foreseen(StepGraphs(graphs["forward"], graphs.get("backward")), variant.context)
+        self.about = {"machine": found.prices.machine.name, "machine_given": variant.context.machine is not None}
+        self.tasks = found.tasks
         program = _named(variant.program.digest)
         self.spans: dict[str, list[Span]] = {}
         for graph, tasks in self.tasks.items():
-            # Where no scheduler was asked, tasks run in the order written, as far as nothing waits for another.
-            found = plans.get(frozenset(tasks.index)) or simulate(tasks, _as_written(tasks), prices.rates or None)
+            times = found.timelines[graph]
             self.spans[graph] = [
-                Span(t.name, t.kind, t.resource, found.start[t.name], found.end[t.name], graph, 0, program, t.chunk,
+                Span(t.name, t.kind, t.resource, times.start[t.name], times.end[t.name], graph, 0, program, t.chunk,
                      t.layer)
                 for t in tasks
             ]  # fmt: skip
@@ -168,14 +162,6 @@ def step_of(variant: Variant, profile: Profile | None) -> Comparison | None:
 
 def _named(program: int) -> str:
     return f"{program:016x}"
-
-
-def _body(gm: GraphModule) -> list:
-    return [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-
-
-def _as_written(tasks: TaskGraph) -> Schedule:
-    return Schedule.from_sequence(tasks, [tasks.tasks[i].name for i in tasks.order])
 
 
 def _predicted(runs: Iterable[tuple[float, list[Span]]]) -> Process:

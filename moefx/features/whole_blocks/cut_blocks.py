@@ -39,7 +39,8 @@ from moefx.ir.ops.regions import CHUNKED, enter_experts
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    if not ctx.options.parallel.whole_blocks or not ctx.decisions.chunks:
+    is_asked = ctx.options.parallel.whole_blocks is True or ctx.decisions.proposed_by == "whole_blocks"
+    if not is_asked or not ctx.decisions.chunks:
         return result
     n = max(chunk.n for chunk in ctx.decisions.chunks.values())
     regions = {chunk.of for chunk in ctx.decisions.chunks.values() if chunk.n == n}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from moefx.options.declare import BOOL, option
+from moefx.options.declare import Allowed, option
 
-FIELDS = {"parallel": {"whole_blocks": option(False, BOOL, """
+AUTO = "auto"
+
+FIELDS = {"parallel": {"whole_blocks": option(False, Allowed(lambda v: v is True or v is False or v == AUTO,
+                                                             "True, False or 'auto'"), """
     True cuts whole blocks, attention included, along the batch into `chunks` parts: the exchanges of one part run
-    beside the attention and the experts of another.""")}}  # fmt: skip
+    beside the attention and the experts of another. "auto" does so, in as many parts as pay, if a step is predicted to
+    be faster by it; it needs a machine.""")}}  # fmt: skip
