@@ -38,6 +38,9 @@ BANNED = {
     r"is to come": "follows",
     r"whoever": "the rank that",
     r"upon": "on",
+    r"unlike numbers|unequally many": "different numbers",
+    r"in times of": "as a multiple of",
+    r"(?:is|are) said of|what is named": "who says or names it",
     r"thus|hence|thereby|whilst|amongst|therein|thereof|whereby": "a plain word",
     r"simply|obviously|just": "nothing",
     r"utilize[sd]?|leverage[sd]?": "use",
@@ -48,11 +51,12 @@ BANNED = {
 OFF = ("typography.", "lexical_illusions", "misc.phrasal_adjectives", "spelling.consistency", "misc.capitalization",
        "weasel_words", "industrial_language.jargon", "restricted.", "annotations")  # fmt: skip
 
-_IRREGULAR = ("built|bound|brought|caught|chosen|cut|done|drawn|driven|fed|found|given|gone|held|hidden|kept|known|laid|"
-              "left|lent|lost|made|met|paid|put|read|run|said|seen|sent|set|shown|shut|sold|split|spent|spread|stuck|"
+_IRREGULAR = ("built|bound|brought|caught|chosen|cut|done|drawn|driven|fed|found|given|gone|held|hidden|kept|known|"
+              "laid|left|lent|lost|made|met|paid|put|read|run|said|seen|sent|set|shown|shut|sold|split|spent|spread|stuck|"
               "taken|taught|thrown|told|understood|worn|written")  # fmt: skip
-_PASSIVE = re.compile(rf"\b(?:is|are|was|were|be|been|being|gets?)\s+(?:(?:not|never|also|then|always|only|\w+ly)\s+)*"
-                      rf"(?:\w\w+ed|{_IRREGULAR})\b", re.IGNORECASE)  # fmt: skip
+_ADVERB = r"(?:not|never|also|often|still|then|always|already|\w+ly)\s+"
+_PASSIVE = re.compile(rf"\b(?:is|are|was|were|be|been|being|gets?)\s+(?:{_ADVERB})*(?:\w\w+ed|{_IRREGULAR})\b",
+                      re.IGNORECASE)  # fmt: skip
 
 
 def prose(text: str) -> str:
@@ -62,8 +66,10 @@ def prose(text: str) -> str:
         if line.lstrip().startswith("```"):
             inside = not inside
             line = ""
-        if inside or re.match(r"\s*(#|\||!\[|:::|    \S)", line) and not line.lstrip().startswith("| **"):
-            line = "" if not line.lstrip().startswith("|") else _cells(line)
+        if inside or re.match(r"\s*(#|!\[|:::|    \S)", line):
+            line = ""
+        elif line.lstrip().startswith("|"):
+            line = _cells(line)
         line = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", line)
         line = re.sub(r"`[^`]*`", "CODE", line)
         line = re.sub(r"^(\s*)([-*]|\d+\.)\s", r"\1. ", line)

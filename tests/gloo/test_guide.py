@@ -1,4 +1,4 @@
-"""The programs of docs/guide run as pasted, on two CPU ranks and with a small model in place of the one from the hub."""
+"""The programs of docs/guide run as pasted, on two CPU ranks, with a small model in place of the hub's."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
 def test_the_quick_start_trains_on_two_ranks(tmp_path):
@@ -46,7 +46,7 @@ def test_the_readme_is_a_front_page():
     assert len(re.findall(r"^\| \*\*", features, re.MULTILINE)) <= 8
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
