@@ -33,7 +33,8 @@ def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
     fetched = re.compile(r"<(?:link|script|img)\b[^>]*(?:src|href)=\"?(https?:[^\" >]+)")
     assert not {found for text in pages.values() for found in fetched.findall(text)}
     api = pages["api.html"]
-    assert all(f'id="moefx.{name}"' in api for name in ("model.api.compile", "report.what_if.plan", "errors.MeshError"))
+    names = "compile", "CompiledModule.materialize", "plan", "errors.MeshError"
+    assert all(f'id="moefx.{name}"' in api for name in names)
 
 
 @pytest.mark.parametrize("page", prose.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -108,20 +108,20 @@ class Options(Group):
 
     @classmethod
     def named(cls, **values: Any) -> Options:
-        """Options by names alone, those in groups, too: `Options.named(chunks=2, ep=4)`."""
+        """Options by name, including those in groups: `Options.named(chunks=2, ep=4)`."""
         return cls().changed(**values)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Options:
-        """The choices that a feature has under a name, such as those of a published system, with `changes`.
-        Raises MoefxError for a name that there is not."""
+        """The choices of a published system, or of another preset, with `changes`. Raises MoefxError for an unknown
+        name."""
         known = rooms.presets()
         if not isinstance(name, str) or name not in known:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(known)}" if known else None)
         return cls.named(**{**known[name], **changes})
 
     def changed(self, **values: Any) -> Options:
-        """With other values, by names alone; what is said of a group by one value is said of its first field."""
+        """The same options with other values, by name. One value for a group is the value of its first field."""
         top, inner = {}, defaultdict(dict)
         for name, value in values.items():
             own = self.__dataclass_fields__.get(name)

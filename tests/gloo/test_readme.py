@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -38,6 +39,14 @@ def test_the_example_trains_as_eager_does(flags):
     assert done.returncode == 0, done.stderr[-3000:]
     (worst,) = re.findall(r"largest difference of the losses ([\d.e+-]+),", done.stdout)
     assert float(worst) < 1e-5
+
+
+@pytest.mark.full
+def test_two_nodes_are_two_agents_of_torchrun():
+    done = subprocess.run([ROOT / "examples/two_nodes.sh"], env={**os.environ, "PYTHON": sys.executable},
+                          capture_output=True, text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "in 5 steps" in done.stdout
 
 
 def test_the_readme_is_a_front_page():
