@@ -309,8 +309,8 @@ class CompiledModule(Valued):
     @property
     def data_mesh(self) -> DeviceMesh:
         """A one-dimensional mesh of the ranks that read different data, for the data loader: `get_local_rank()` and
-        `size()`. Along `mp` all ranks have the same place on it. The first call makes it, which all ranks make. It lives
-        until `close`."""
+        `size()`. Along `mp` all ranks have the same place on it. All ranks make the first call, which makes it. It
+        lives until `close`."""
         if self.mesh.ndim == 1 and not self._spec.dims("mp"):
             return self.mesh
         if self._data_mesh is None:
@@ -355,7 +355,7 @@ class CompiledModule(Valued):
         self._session.close()
 
     def moe_stats(self) -> dict[str, RegionStats]:
-        """Load per expert, drops and bytes of every MoE layer in the last forward, by module path. Static blocks are left out.
+        """Load per expert, drops and bytes of every MoE layer in the last forward, by path, except static blocks.
 
         This call reads from the device. It does not communicate: every rank may ask alone.
         """

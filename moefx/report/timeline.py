@@ -37,9 +37,9 @@ from moefx.runtime.profiler import ClockOffset, Profiler, Run, compare_clocks
 
 
 def timeline(compiled: CompiledModule) -> Trace:
-    """The predicted timeline of a step: its forward, then its backward, the same for all ranks. It is that of the program
-    that ran last, else that was compiled last. If a model is compiled block by block, it has the forwards of all blocks
-    and then their backwards, without what runs eagerly between them.
+    """The predicted timeline of a step: its forward, then its backward, the same for all ranks. It is that of the
+    program that ran last, else that was compiled last. If a model is compiled block by block, it has the forwards of
+    all blocks and then their backwards, without what runs eagerly between them.
 
     The times are those of the machine that `Options(machine=)` names. Without one they are those of the preset that is
     nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
