@@ -13,15 +13,15 @@ from moefx.options import Options
 PAGE = Path(__file__).parent / "options.md"
 _HEAD = """# Options
 
-`python docs/make_options.py` writes this page. Every option is a keyword of `moefx.compile`:
+Every option is a keyword of `moefx.compile`. (`python docs/make_options.py` writes this page.)
 
 ```python
 moefx.compile(model, mesh, chunks=4, ep=8)
 moefx.compile(model, mesh, moefx.Options(chunks=4, parallel=moefx.Parallel(ep=8)))     # the same
 ```
 
-A group takes a value for its first field, too: `placement="auto"` is `placement=moefx.Placement(policy="auto")`.
-`moefx.Options.preset(name)` has the choices of a published system, see [the papers](features/papers.md).
+A group also takes a value for its first field: `placement="auto"` is `placement=moefx.Placement(policy="auto")`.
+`moefx.Options.preset(name)` makes the choices of a published system: see [the papers](features/papers.md).
 """
 
 

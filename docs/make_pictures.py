@@ -2,7 +2,7 @@
 
 One MoE layer of transformers' Mixtral: as it was captured and as each of four ranks runs it (the forward, before it is
 differentiated); the step times of benchmarks/results/peers.md; and the layer's timeline on two ranks of this machine,
-predicted and measured. Needs matplotlib: pip install -e '.[docs]'
+predicted and measured. Needs matplotlib: pip install -e '.[pictures]'
 """
 
 from __future__ import annotations

@@ -63,15 +63,15 @@ def save(
     extra: dict[str, Any] | None = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Write `directory/step-{step}` and return its path; a collective of all ranks of a compiled model.
+    """Write `directory/step-{step}` and return its path. All ranks of a compiled model call this.
 
-    extra: what else this rank needs to continue, e.g. its place in the data and `scheduler.state_dict()`: numbers,
-        strings, tensors, and containers of them. Random states (torch, CUDA, Python, numpy) are saved by themselves.
-    keep_last: afterwards remove all but so many of the newest whole checkpoints.
-    Raises CheckpointError, on all ranks, if any rank fails or gives another directory, step or keep_last, or an
-    optimizer where others give none, or if a whole checkpoint of that step is there; everything that was there before
-    then still is. DivergenceError if copies of parameters have come apart (`compare_every=0`: not looked at);
-    it or CollectiveError if a rank does not come.
+    extra: what else this rank needs to continue, such as its place in the data and `scheduler.state_dict()`: numbers,
+        strings, tensors, and containers of them. Random states (torch, CUDA, Python, numpy) are saved anyway.
+    keep_last: afterwards, remove all except this many of the newest whole checkpoints.
+    Raises CheckpointError, on all ranks, if any rank fails, gives another directory, step or keep_last, or gives an
+    optimizer when others give none, or if a whole checkpoint of that step exists. Older checkpoints then stay as they
+    were. DivergenceError: copies of parameters differ (not checked with `compare_every=0`). If a rank does not come,
+    it raises that or CollectiveError.
     """
     ranks = _ranks_of(model)
     ranks.each("preparing a checkpoint", lambda: _check_numbers(step, keep_last))
@@ -105,17 +105,17 @@ def save(
 
 
 def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Load the newest whole checkpoint of `directory`, or the one whose own folder is given, in place.
+    """Load the newest whole checkpoint of `directory`, or the one whose own folder you give, in place. All ranks of a
+    compiled model call this.
 
-    A parameter without a gradient before it was saved has no state in the optimizer afterwards either.
-    Returns {"step": int, "ranks": how many ranks saved it, "extra": dict}. If as many ranks load as have saved, each
-    gets its own `extra` and random states back; otherwise all get the `extra` of the first rank, and random states
-    stay as they are. The mesh may be another one, before or after the first call; a plain model may load what a
-    compiled one saved. A collective of all ranks of a compiled model.
-    The files may come from anywhere: nothing that stands in them is run.
-    Raises CheckpointError, on all ranks: nothing whole is there; a file is missing, short or damaged, or holds
-    something else than plain data, of which the class or function is named; the checkpoint does not fit the model or
-    the optimizer; or ranks give other directories, or only some an optimizer.
+    If as many ranks load as have saved, each gets its own `extra` and random states back. Otherwise all get the `extra`
+    of the first rank, and random states stay as they are. The mesh may be another one, before or after the first call,
+    and a plain model may load what a compiled one saved. A parameter that had no gradient before the save has no state
+    in the optimizer afterwards either. The files may come from anywhere: nothing in them runs.
+    Returns {"step": int, "ranks": how many ranks saved it, "extra": dict}.
+    Raises CheckpointError, on all ranks: there is no whole checkpoint; a file is missing, short or damaged, or holds
+    something other than plain data (the error names the class or function); the checkpoint does not fit the model or
+    the optimizer; or ranks give different directories, or only some give an optimizer.
     """
     ranks = _ranks_of(model)
     ranks.check_alike("loading", directory=str(directory), optimizer=_kind(optimizer))

@@ -26,7 +26,7 @@ class MeshError(MoefxError, ValueError):
 
 
 class ModelError(MoefxError, TypeError):
-    """The model is of a kind that moefx does not take (wrapped, compiled, already distributed)."""
+    """moefx does not take this kind of model (wrapped, compiled, already distributed)."""
 
 
 class CaptureError(MoefxError):
@@ -36,25 +36,25 @@ class CaptureError(MoefxError):
 
 
 class RaiseError(MoefxError):
-    """An MoE region was seen but cannot be expressed in the dialect. is_dense: there is nothing that looks like one."""
+    """moefx found an MoE layer but cannot express it. is_dense: nothing in the model looks like one."""
 
     is_dense: bool = False
 
 
 class VerifyError(MoefxError, AssertionError):
-    """A graph broke an invariant: a bug of a pass, found before the graph ran."""
+    """A graph broke an invariant: a bug in a pass, found before the graph ran."""
 
 
 class UnsupportedUse(MoefxError):
-    """The compiled model was used in a way that is refused rather than done wrongly."""
+    """moefx refuses this use of the compiled model, because the result would be wrong."""
 
 
 class ExtensionError(UnsupportedUse):
-    """A scheduler, an all-to-all or a codec of the user's raises, or is or gives what it must not."""
+    """Your own scheduler, all-to-all or codec raised an error, or is or returns something that it must not."""
 
 
 class StaleStateError(MoefxError, RuntimeError):
-    """A backward was asked for state that is gone or was changed since its forward."""
+    """A backward needs state that is gone or has changed since its forward."""
 
 
 class StaleOptimizerError(MoefxError, RuntimeError):
@@ -78,7 +78,7 @@ class OutOfMemoryError(MoefxError, torch.OutOfMemoryError):
 
 
 class ScheduleError(MoefxError, ValueError):
-    """A task graph or an order of its tasks is not legal; the text names the task and what it breaks."""
+    """A task graph, or an order of its tasks, is not legal; the text names the task and the rule that it breaks."""
 
 
 class CheckpointError(MoefxError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Load balancing over the tokens of all ranks, by the lines that docs/guide.md gives for it."""
+"""Load balancing over the tokens of all ranks, by the lines that docs/guide/data-and-gradients.md gives for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.parity import full
 from tests.support.sharing import run_sharing
 from tests.support.styles import D, E, K, Unbound
 
-GUIDE = (Path(__file__).parents[1] / "docs/guide.md").read_text()
+GUIDE = (Path(__file__).parents[1] / "docs/guide/data-and-gradients.md").read_text()
 (CODE,) = (block for block in re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
            if "def balance" in block)  # fmt: skip
 GLOBAL = "    totals = over_ranks(totals, mesh)"

@@ -48,17 +48,17 @@ def compile(
 ) -> CompiledModule:
     """Compile a plain single-device MoE `model` into a distributed training program over `mesh`.
 
-    mesh: named dims among "dp" (copies of everything), "mp" (what is no expert is cut over it), "ep" (experts are
-        spread over it) and "esp" (every expert is cut over it); or of "dp" and "mp" alone, into which
-        `Parallel(ep, esp)` folds the experts. Every rank of it calls this with the same model. The parameters of
-        `model` become DTensors on it, or on the mesh that divides its dims further (`compiled.mesh`): build the
-        optimizer afterwards.
-    options, changes: what to choose, see help(moefx.Options); each option, those in groups, too, is also a keyword:
+    mesh: its dims are named "dp" (copies of everything), "mp" (attention and dense layers are cut over it), "ep"
+        (experts are spread over it) and "esp" (every expert is cut over it); or "dp" and "mp" alone, into which
+        `Parallel(ep, esp)` folds the experts. Every rank calls this with the same model. The parameters of `model`
+        become DTensors on the mesh, or on one that divides its dims further (`compiled.mesh`). So build the optimizer
+        afterwards.
+    options, changes: what to choose, see `moefx.Options`. Each option, including those in groups, is also a keyword:
         `compile(model, mesh, chunks=4, ep=8)`.
-    example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
-        instead of at the first call.
-    Raises MoefxError for options that there are not, MeshError, ModelError; and, when it captures: CaptureError,
-    RaiseError (an MoE that cannot be expressed), DivergenceError (ranks hold different models or weights).
+    example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor. With them moefx
+        compiles at once, instead of at the first call.
+    Raises MoefxError for unknown options, MeshError and ModelError. When it captures it also raises CaptureError,
+    RaiseError (an MoE layer that cannot be expressed) and DivergenceError (ranks hold different models or weights).
     """
     _check_model(model)
     options = Options() if options is None else options
@@ -92,10 +92,10 @@ def _check_model(model: Any) -> None:
 
 
 class CompiledModule(Valued):
-    """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
+    """Your module, with the same submodules, parameter names and buffers, run by compiled programs.
 
-    A program is made for every kind of call (training or not, gradients or not, dtypes, argument structure); sizes
-    of the inputs are symbolic where the model allows it.
+    moefx makes a program for every kind of call (training or not, gradients or not, dtypes, argument structure).
+    Sizes of the inputs are symbolic if the model allows it.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
@@ -210,8 +210,8 @@ class CompiledModule(Valued):
         return runner.call(*args, **kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
-        """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
-        the model cannot be captured as a whole one for every MoE block."""
+        """Compile for this kind of call without running it. Returns the program, or one for every MoE block if the
+        model cannot be captured as a whole. `moefx.inspect` shows it."""
         with self._plain.callable():
             return self._prepare(*args, **kwargs)
 
@@ -268,12 +268,12 @@ class CompiledModule(Valued):
             self.__dict__["_loops"] = {} if self._pending else by_block.loops_by_mode(*where, *call)
 
     def use(self, **choices: Any) -> None:
-        """From the next call on programs have these choices, each one of `moefx.options.ARMS`, in place of those of the
-        options; without any, those of the options again. A program for other choices is made when first wanted and
-        kept; parameters stay where they are. All ranks call this alike, between the same two calls.
+        """Use these choices from the next call on, in place of those of the options; without any, those of the options
+        again. Names are those of `moefx.options.ARMS`. A program for other choices is made when first needed, and
+        kept. Parameters stay where they are. All ranks call this alike, between the same two calls.
 
-        Raises UnsupportedUse for other names, MoefxError for values that no option has, and MeshError for an r that the
-        mesh does not have. The next call raises DivergenceError where ranks use different choices."""
+        Raises UnsupportedUse for other names, MoefxError for values that an option cannot have, and MeshError for an r
+        that the mesh does not have. The next call raises DivergenceError if ranks use different choices."""
         strange = next((name for name in choices if name not in ARMS), None)
         if strange is not None:
             raise UnsupportedUse(f"'{strange}' is not chosen from call to call", where="use",
@@ -297,8 +297,8 @@ class CompiledModule(Valued):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards in here belong to unsynchronised micro-steps: their backward keeps gradients back, and the next
-        synchronising backward reduces the sum, once, and adds it to `.grad`."""
+        """For gradient accumulation: backwards of forwards in here hold their gradients back. The next backward outside
+        reduces the sum, once, and adds it to `.grad`."""
         before = self._synchronise
         self.__dict__["_synchronise"] = False
         try:
@@ -308,8 +308,8 @@ class CompiledModule(Valued):
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """A one-dimensional mesh of the ranks that read different data: `get_local_rank()` and `size()` are what a data
-        loader wants. Along `mp` all ranks have the same place on it. Made at the first call, which all ranks make; it
+        """A one-dimensional mesh of the ranks that read different data, for the data loader: `get_local_rank()` and
+        `size()`. Along `mp` all ranks have the same place on it. All ranks make the first call, which makes it. It
         lives until `close`."""
         if self.mesh.ndim == 1 and not self._spec.dims("mp"):
             return self.mesh
@@ -321,25 +321,25 @@ class CompiledModule(Valued):
         return self._data_mesh
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients, those of unsynchronised micro-steps included."""
+        """Clear gradients, including those of unsynchronised micro-steps."""
         for buffers in self._gradients:
             buffers.clear()
         super().zero_grad(set_to_none)
 
     def move_experts(self, owners: Owners) -> None:
-        """Let experts live on other ranks: {path of their module, or name of a parameter: the place of every expert
-        along `ep`}. A collective of all ranks, between two steps. Parameters, with the same objects and names, and
-        gradients move at once; optimizer state follows when its optimizer steps next.
+        """Move experts to other ranks. All ranks call this, between two steps. Parameters keep their objects and names.
+        They and their gradients move at once; optimizer state follows when its optimizer steps next.
 
-        Raises UnsupportedUse, on all ranks and before anything has moved: there are no such experts or places; a rank
-        has no room for so many; they cannot move (cut over `esp`, static blocks, nested routings, weights that every
-        rank has whole); an optimizer keeps state of them that is not shaped like them; a backward is still to come, or
-        gradients wait in `no_sync`. DivergenceError: ranks give different owners."""
+        owners: {path of their module, or name of a parameter: the place of every expert along `ep`}.
+        Raises UnsupportedUse, on all ranks and before anything has moved: such experts or places do not exist; a rank
+        has no room for so many; the experts cannot move (cut over `esp`, static blocks, nested routings, weights that
+        every rank has whole); an optimizer has state for them of another shape; a backward is pending, or gradients
+        wait in `no_sync`. DivergenceError: ranks give different owners."""
         self._check_values()
         self._moves.move(self._ranks(), self._runners, owners)
 
     def placement_state(self) -> dict[str, Any]:
-        """Who holds which expert, as plain data; `moefx.checkpoint` saves it and gives it back."""
+        """Which rank holds which expert, as plain data. `moefx.checkpoint` saves and restores it."""
         return self._moves.state(self._runners)
 
     def _ranks(self) -> Ranks:
@@ -351,13 +351,13 @@ class CompiledModule(Valued):
             return generation.generate(self, self._inner, self._ranks(), *args, **kwargs)
 
     def close(self) -> None:
-        """Destroy the process groups that compile made. The module cannot run afterwards."""
+        """Destroy the process groups that `compile` made. The module cannot run afterwards."""
         self._session.close()
 
     def moe_stats(self) -> dict[str, RegionStats]:
-        """Load per expert, drops and bytes of every MoE region but static blocks in the last forward, by module path.
+        """Load per expert, drops and bytes of every MoE layer in the last forward, by path, except static blocks.
 
-        Nothing was read from the device before; this does. No communication: every rank may ask alone.
+        This call reads from the device. It does not communicate: every rank may ask alone.
         """
         return {name: found for runner in self._runners for name, found in runner.moe_stats().items()}
 

@@ -77,7 +77,7 @@ class Experts:
         elif place is not None:
             exactly = "exactly" if self.least == self.most else "at most"
             wrong = f"have {owners.count(place)} homes at place {place} of '{along}', {exactly} {self.most} fit"
-            hint = "let experts change places; or leave room for more: docs/guide.md, experts that move"
+            hint = "let experts change places; or leave room for more: docs/guide/skew.md, experts that move"
         else:
             return owners
         raise UnsupportedUse(f"the experts of {name} {wrong}", hint=hint)

@@ -27,11 +27,11 @@ class Valued(StandIn):
         Every rank gets memory for its own experts alone, so models fit that no single machine can build. A program must
         have been compiled, since it decides who holds what: give `moefx.compile` example_inputs.
 
-        source: `init_fn(module)`, called for every module that has tensors of its own, in the order of
-            `model.modules()`, to set them; all ranks draw from `seed`, so values are those of one device. Or a folder
-            (or file) of safetensors, as Hugging Face writes them: every rank reads only what it holds.
-        init_fn: with files, for buffers that files do not have (such as rotary frequencies); the model's own one for
-            models of transformers.
+        source: `init_fn(module)`, which sets the tensors of a module; it is called for every module with tensors of its
+            own, in the order of `model.modules()`. All ranks draw from `seed`, so values are those of one device. Or a
+            folder (or file) of safetensors, as Hugging Face writes them: every rank reads only what it holds.
+        init_fn: with files, for buffers that the files lack (such as rotary frequencies). Models of transformers use
+            their own.
         Raises UnsupportedUse (nothing is on the meta device; nothing was compiled; a tensor was left without a value)
         and CheckpointError, on all ranks (files are missing, damaged, or do not fit).
         """
@@ -55,10 +55,10 @@ class Valued(StandIn):
             )
 
     def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = weights.FILE_BYTES) -> None:
-        """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
+        """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`.
 
-        The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks, and
-        DivergenceError if copies of parameters have come apart."""
+        All ranks call this. Parameters are gathered one after the other, and the first rank writes. Raises
+        CheckpointError on all ranks, and DivergenceError if copies of parameters differ."""
         self._save(Path(folder), max_file_bytes=max_file_bytes)
 
     def _save(self, folder: Path, max_file_bytes: int = weights.FILE_BYTES, replace: bool = False) -> None:
@@ -67,24 +67,24 @@ class Valued(StandIn):
         weights.write(self._whole.builder.home, folder, self._ranks(), max_file_bytes, replace)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
-        """`save_safetensors` under the name that transformers knows; a collective of all ranks. Model files that are in
-        the folder are replaced. Raises UnsupportedUse for other models and for other arguments of transformers."""
+        """`save_safetensors` under the name that transformers knows. All ranks call this. It replaces model files in
+        the folder. Raises UnsupportedUse for other models and for other arguments of transformers."""
         transformers_weights.check_saving(self._inner, [name for name, value in others.items() if value])
         self._save(Path(save_directory), replace=True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The user's names; parameters are DTensors (a plain tensor: `p.full_tensor()`, on all ranks)."""
+        """Parameters and buffers by your names. Parameters are DTensors; `p.full_tensor()`, on all ranks, is plain."""
         if self._pending and not weights.pending(self._inner):  # neither on the meta device nor filled
             self._check_values()
         return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load plain full tensors, the same on every rank, in the names of the model or of its checkpoints, or
-        DTensors, in place; a collective of all ranks. A DTensor that is spread over ranks is every rank's own part of
-        it, from a copy or from a file of its own.
+        """Load tensors in place. All ranks call this, with plain whole tensors, the same on every rank, or DTensors.
+        Names are those of the model or of its checkpoints. Of a DTensor that is spread over ranks, every rank gives its
+        own part, from a copy or from a file of its own.
 
-        Raises CheckpointError, and loads nothing, if it does not fit on one rank or holds another rank's part;
-        DivergenceError if ranks differ then."""
+        Raises CheckpointError, and loads nothing, if something does not fit on one rank or is another rank's part.
+        Raises DivergenceError if ranks differ afterwards."""
         if assign:
             raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
         self._check_values()

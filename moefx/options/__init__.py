@@ -52,29 +52,30 @@ _BYTES = Allowed(lambda v: v is None or ((is_whole(v) or isinstance(v, float)) a
 @documented
 @dataclass(frozen=True, repr=False)
 class Options(Group):
-    """Options of `moefx.compile`, which takes each as a keyword, too: `moefx.compile(model, mesh, chunks=4, ep=8)`.
+    """Options of `moefx.compile`, which also takes each as a keyword: `moefx.compile(model, mesh, chunks=4, ep=8)`.
 
-    With a `machine` the planner chooses whatever is None; without one it is the first, simplest value.
-    A group takes the group, or a value for its first field: `placement="auto"`. Each has its own help().
+    With a `machine` the planner chooses whatever is None. Without one, None means the first, simplest value.
+    A group takes the group, or a value for its first field: `placement="auto"`. Each group has its own help().
     """
 
     machine: Any = option(None, _MACHINE, """
-        How fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset or a
+        How fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset, or a
         Machine.""", told=False)
     chunks: int | None = option(None, or_none(COUNT), """
-        Into how many chunks every MoE layer is cut, so that communication hides behind computation.""")
+        How many chunks to cut every MoE layer into, so that communication hides behind computation.""")
     alltoall: AllToAll = group(AllToAll, 'how rows travel, as "direct" or "2dh".')
     scheduler: str | None = option(
         None, Allowed(lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"), """
-        Who orders tasks: "optsche" (ScheMoE), "sequential" (no overlap), "heuristic", "optimal", or one that was
+        What orders tasks: "optsche" (ScheMoE), "sequential" (no overlap), "heuristic", "optimal", or one that you
         registered.""")
     keep: str | None = option(None, or_none(one_of(*_STRATEGIES)), """
-        What the forward keeps for the backward: "eager" (what autograd keeps), "lean" (elementwise results are computed
-        again){}, "auto" (what takes least time within the memory_limit, layer by layer). None: "auto" if it can be.
+        What the forward keeps for the backward. "eager": what autograd keeps. "lean": elementwise results are computed
+        again.{} "auto": whatever takes the least time within the memory_limit, layer by layer. None: "auto" if
+        possible.
         """.format(said(features.option_values("keep"))))
     memory_limit: float | None = option(None, _BYTES, """
-        Bytes that one rank may need at its peak, with parameters and gradients, without the optimizer's state. With a
-        machine the planner chooses within it.""")
+        Bytes that one rank may need at its peak, with parameters and gradients, but without the optimizer's state. With
+        a machine the planner chooses within it.""")
     placement: Placement = group(Placement, "copies of busy experts.")
     parallel: Parallel = group(Parallel, "what is spread over which ranks.", short=False)
     vars().update(features.option_fields())  # what rooms add
@@ -107,20 +108,20 @@ class Options(Group):
 
     @classmethod
     def named(cls, **values: Any) -> Options:
-        """Options by names alone, those in groups, too: `Options.named(chunks=2, ep=4)`."""
+        """Options by name, including those in groups: `Options.named(chunks=2, ep=4)`."""
         return cls().changed(**values)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Options:
-        """The choices that a feature has under a name, such as those of a published system, with `changes`.
-        Raises MoefxError for a name that there is not."""
+        """The choices of a published system, or of another preset, with `changes`. Raises MoefxError for an unknown
+        name."""
         known = rooms.presets()
         if not isinstance(name, str) or name not in known:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(known)}" if known else None)
         return cls.named(**{**known[name], **changes})
 
     def changed(self, **values: Any) -> Options:
-        """With other values, by names alone; what is said of a group by one value is said of its first field."""
+        """The same options with other values, by name. One value for a group is the value of its first field."""
         top, inner = {}, defaultdict(dict)
         for name, value in values.items():
             own = self.__dataclass_fields__.get(name)

@@ -47,7 +47,7 @@ class _Short(type):
 
 @dataclass(frozen=True, repr=False)
 class Group(metaclass=_Short):
-    """Options that belong together. Raises MoefxError for an option that there is not, or a value that it cannot
+    """Options that belong together. Raises MoefxError for an option that does not exist, or a value that it cannot
     have."""
 
     def __new__(cls, *_: Any, **given: Any) -> Any:
@@ -112,8 +112,8 @@ def documented(cls: _Class) -> _Class:
 
 
 def said(values: list[tuple[str, str]]) -> str:
-    """What the text of an option says of the values that rooms add, behind those of its own."""
-    return "".join(f', "{name}" ({says})' for name, says in values)
+    """What the text of an option says of the values that rooms add, after those of its own."""
+    return "".join(f' "{name}": {says}.' for name, says in values)
 
 
 def literal(word: str) -> Any:

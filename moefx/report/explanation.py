@@ -203,7 +203,7 @@ def _equal(sizes: Mapping[str, float]) -> str:
 @dataclass(frozen=True)
 class Explanation(Printed):
     """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data. note:
-    why a model's blocks were compiled one by one, and what is lost by it. changes: by features, since then."""
+    why a model's blocks were compiled one by one, and what that costs. changes: what features changed since then."""
 
     programs: tuple[ProgramReport, ...]
     note: str | None = None
@@ -211,7 +211,7 @@ class Explanation(Printed):
 
     @property
     def regions(self) -> tuple[RegionReport, ...]:
-        """Those of the newest program."""
+        """The regions of the newest program."""
         return self.programs[-1].regions
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,10 +227,10 @@ class Explanation(Printed):
 
 
 def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
-    """Why a model runs as it does: candidates for every MoE region, predicted time and memory, formulas, the reason.
+    """Why a model runs as it does: candidates for every MoE layer, predicted time and memory, formulas, the reason.
 
-    With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
-    do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
+    With arguments, it explains the program for a call with them, and compiles it if necessary (all ranks call this
+    then). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
     programs = tuple(report_of(variant, compiled._profile) for variant in programs_of(compiled, args, kwargs))
     return Explanation(programs, compiled._note,

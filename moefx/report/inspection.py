@@ -63,7 +63,7 @@ class Program:
 @dataclass(frozen=True)
 class Inspection(Printed):
     """All programs of a compiled model, the oldest first. `steps`, `step`, `code` are those of the newest. note: why a
-    model's blocks were compiled one by one, and what is lost by it."""
+    model's blocks were compiled one by one, and what that costs."""
 
     programs: tuple[Program, ...]
     note: str | None = None
@@ -88,10 +88,10 @@ class Inspection(Printed):
 
 
 def inspect(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Inspection:
-    """What became of a model: every step of every program that was compiled for it.
+    """What the compiler made of a model: every step of every program that was compiled for it.
 
-    With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
-    do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
+    With arguments, it shows the program for a call with them, and compiles it if necessary (all ranks call this then).
+    Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
     return Inspection(tuple(program_of(variant) for variant in programs_of(compiled, args, kwargs)), compiled._note)
 

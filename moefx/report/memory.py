@@ -55,7 +55,7 @@ class StepMemory:
     parts: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
     def peak(self, graph: str, space: str = DEVICE) -> Peak:
-        """The most bytes in a graph, and the first node that needs them. Raises KeyError for what there is not."""
+        """The most bytes in a graph, and the first node that needs them. Raises KeyError for an unknown name."""
         return max((Peak(alive, name) for name, alive in self.spaces[space][graph]), key=lambda peak: peak.bytes)
 
     def draw(self, path: str | Path, measured: Mapping[str, Mapping[str, float]] | None = None) -> Path:
@@ -65,11 +65,11 @@ class StepMemory:
 
 def memory(compiled: CompiledModule, *args: Any, sizes: Mapping[str, float] | None = None,
            optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> StepMemory:  # fmt: skip
-    """What a step of the program for a call with these arguments needs, without any: of the newest one. It is what
-    `explain` has the peaks of: for the sizes that it was compiled for and balanced routing, or for `sizes`, by symbol.
-    Nothing of it is measured. optimizer: its state, as it is on this rank now, is added.
+    """What a step needs in memory, predicted, node by node. `explain` shows its peaks. With arguments it is the step of
+    the program for a call with them, else of the newest program. It assumes balanced routing.
 
-    Compiles where `explain` does. Raises UnsupportedUse if nothing was compiled.
+    sizes: by symbol; by default those that the program was compiled for. optimizer: also count its present state on
+    this rank. Compiles if `explain` would. Raises UnsupportedUse if nothing was compiled.
     """
     variant = programs_of(compiled, args, kwargs)[-1]
     sizes = typical_sizes(variant.scheduled.values(), variant.context) if sizes is None else sizes

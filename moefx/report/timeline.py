@@ -33,9 +33,9 @@ from moefx.runtime.profiler import ClockOffset, Profiler, Run, compare_clocks
 
 
 def timeline(compiled: CompiledModule) -> Trace:
-    """The predicted timeline of a step of the program that ran last (else: that was compiled last): its forward and,
-    after it, its backward, the same for all ranks. Of a model that is compiled block by block, the forwards of all
-    blocks and then their backwards, without what runs eagerly between them.
+    """The predicted timeline of a step: its forward, then its backward, the same for all ranks. It is that of the
+    program that ran last, else that was compiled last. If a model is compiled block by block, it has the forwards of
+    all blocks and then their backwards, without what runs eagerly between them.
 
     The times are those of the machine that `Options(machine=)` names. Without one they are those of the preset that is
     nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
@@ -47,14 +47,14 @@ def timeline(compiled: CompiledModule) -> Trace:
 
 
 def profile(compiled: CompiledModule) -> Profile:
-    """Measure the steps that run inside of `with moefx.profile(compiled) as p:`. All ranks enter it together, with no
-    step under way; results of the steps are the same bits as without. Needs no GPU and no privileges."""
+    """Measure the steps that run inside `with moefx.profile(compiled) as p:`. All ranks enter it together, with no step
+    under way. The steps' results are the same bits as without. It needs no GPU and no privileges."""
     return Profile(compiled)
 
 
 class Profile:
-    """What `profile` returns: a context manager, and afterwards what it measured. Entering raises UnsupportedUse in
-    another profile of the same model."""
+    """What `profile` returns: a context manager that afterwards has what it measured. Entering it inside another
+    profile of the same model raises UnsupportedUse."""
 
     def __init__(self, compiled: CompiledModule) -> None:
         self._compiled, self._session = compiled, compiled._session
@@ -101,8 +101,7 @@ class Profile:
         return Trace((measured.shifted(-self._offset.seconds), _predicted(beside)), next(iter(made.values())).about)
 
     def hidden_share(self) -> HiddenShare:
-        """Of the time in which this rank has an exchange in flight, the part in which it computes: measured, and as
-        predicted."""
+        """The share of the time with an exchange in flight in which this rank computes, measured and predicted."""
         return self.trace.hidden_share()
 
     def compare(self) -> Comparison:
@@ -110,13 +109,13 @@ class Profile:
         return Comparison.of(self.trace)
 
     def gather(self) -> Trace:
-        """What all ranks measured, on the clock of the first one; all of them call this."""
+        """What all ranks measured, on the clock of the first one. All ranks call this."""
         session, mine = self._session, self.trace
         ranks = gather(session, session.view.names, mine.measured, "gathering timelines")
         return Trace((mine.predicted, *(process for processes in ranks for process in processes)), mine.about)
 
     def save(self, path: str | Path) -> Trace:
-        """Gather, and let the first rank write the file; all ranks call this. Returns what was gathered."""
+        """Write what all ranks measured, and return it. All ranks call this; the first one writes the file."""
         trace = self.gather()
         if self._session.index(self._session.view.names) == 0:
             trace.save(path)

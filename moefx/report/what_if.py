@@ -1,4 +1,4 @@
-"""`moefx.plan`: what a model would take on a cluster that nobody has: seconds of a step, memory of a rank, choices.
+"""`moefx.plan`: what a model would take on a cluster that you only describe: time, memory of a rank, choices.
 
     found = moefx.plan("Qwen3MoeConfig", machine="h100-8x400g", ranks=2048, ep=64, seq=4096)
     print(found); found.draw("plan.svg"); found.to_json()
@@ -61,13 +61,13 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan(Printed):
-    """What a step takes, predicted. seconds: forward, backward, what of reductions and gathers nothing hides, sums of
-    gradients of micro-batches, and AdamW's step, which memory bounds; `step_s` is their sum. memory: bytes on a rank:
-    parameters, gradients, master weights, optimizer (AdamW's moments), kept for the backward, and the peak of a step
-    with all of them. layers: by kind. mesh: sizes; ep, esp: how experts are spread. accumulate: micro-batches of a
-    step; batch: shape of one on one rank. dtype: of most weights. tokens: of a step, on all ranks. flops: of the
-    products of a step on one rank; peak_flops_per_s: what a rank can. programs: (layers, seconds) of what was compiled.
-    within: what is not kept to stay in the limit. hints: remedies of what takes most.
+    """What a step takes, predicted. seconds: forward, backward, the part of reductions and gathers that nothing hides,
+    sums of gradients of micro-batches, and AdamW's step, which memory bounds; `step_s` is their sum. memory: bytes on a
+    rank: parameters, gradients, master weights, optimizer (AdamW's moments), values kept for the backward, and the peak
+    of a step with all of them. layers: by kind. mesh: sizes. ep, esp: how experts are spread. accumulate: micro-batches
+    of a step. batch: shape of one on one rank. dtype: of most weights. tokens: in a step, on all ranks. flops: of the
+    matrix products of a step on one rank. peak_flops_per_s: what a rank can do. programs: (layers, seconds) of each
+    compilation. within: what is not kept, to stay in the limit. hints: remedies for whatever takes most.
     """
 
     model: str
@@ -111,12 +111,12 @@ class Plan(Printed):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.step_s
 
     @property
     def share_of_peak(self) -> float:
-        """Of the operations that a rank can do in a step, those of the model's products, each counted once."""
+        """The operations of the model's matrix products, each counted once, over those that a rank can do in a step."""
         return self.flops / self.step_s / self.peak_flops_per_s
 
     def __rich__(self) -> Any:
@@ -139,21 +139,21 @@ def plan(model: Any, machine: str | Path | Machine, ranks: int, *, batch: int = 
          memory_limit: float | None = None, layers: int | None = None, dtype: str = "bfloat16",
          options: Options | None = None, whole: bool = False, curves: bool = True,
          say: Callable[[str], None] = lambda words: None) -> Plan:  # fmt: skip
-    """Plan for a cluster that need not be there; `python -m moefx plan` is this.
+    """Predict time, memory and choices on a cluster that you only describe. `python -m moefx plan` does the same.
 
-    model: a module, (module, example inputs), a function that gives one of these, a config of transformers, or a name:
-        of a config class ("Qwen3MoeConfig"), of a config.json, or "module:function".
-    machine: a preset, a file of `python -m moefx calibrate`, or a Machine. ranks: in all.
-    batch, seq: of the token ids of one rank, where the model brings no example inputs. accumulate: micro-batches of
+    model: a module, (module, example inputs), a function that returns one of these, a config of transformers, or a
+        name: of a config class ("Qwen3MoeConfig"), of a config.json, or "module:function".
+    machine: a preset, a file of `python -m moefx calibrate`, or a Machine. ranks: how many in all.
+    batch, seq: the shape of one rank's token ids, if the model brings no example inputs. accumulate: micro-batches of
         that size in a step, all but the last in `no_sync`.
-    dp, mp, ep, esp: of the mesh. Experts are folded into `dp` and `mp`, where the ranks are their product; all four
-        name a mesh of four dims where that is theirs. ep, esp None: the planner spreads the experts.
-    memory_limit: bytes of a rank for all in `Plan.memory`: what is kept for the backward is chosen by it.
+    dp, mp, ep, esp: sizes of the mesh. If dp x mp is the number of ranks, experts fold into these. If all four multiply
+        to it, they are a mesh of four dims. ep, esp None: the planner spreads the experts.
+    memory_limit: bytes of a rank for everything in `Plan.memory`; decides what is kept for the backward.
     layers: in place of the config's number. whole: compile all of them, and extrapolate nothing.
     dtype: of weights and gradients. options: what else to compile with; `Parallel.state` is the optimizer's.
-    curves: also price other batches, for `Plan.draw`. say: told what is being done.
-    Raises MoefxError: unknown names, with the nearest; MeshError: sizes that do not divide; too little memory, with
-    what would fit; UnsupportedUse where torch.distributed is in use. Nothing of torch.distributed is left behind.
+    curves: also price other batches, for `Plan.draw`. say: called with words on the progress.
+    Raises MoefxError for unknown names, with the nearest, and for too little memory, with what would fit; MeshError for
+    sizes that do not divide; UnsupportedUse if torch.distributed is in use. It leaves nothing of torch.distributed.
     """
     found = machine_named(machine)
     sizes, ep, esp = mesh_of(ranks, found, dp=dp, mp=mp, ep=ep, esp=esp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
 def test_the_quick_start_trains_on_two_ranks(tmp_path):
@@ -40,13 +41,21 @@ def test_the_example_trains_as_eager_does(flags):
     assert float(worst) < 1e-5
 
 
+@pytest.mark.full
+def test_two_nodes_are_two_agents_of_torchrun():
+    done = subprocess.run([ROOT / "examples/two_nodes.sh"], env={**os.environ, "PYTHON": sys.executable},
+                          capture_output=True, text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "in 5 steps" in done.stdout
+
+
 def test_the_readme_is_a_front_page():
     assert len(README.splitlines()) <= 120
     features = README.partition("## What you get")[2].partition("##")[0]
     assert len(re.findall(r"^\| \*\*", features, re.MULTILINE)) <= 8
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 VALUES = {
     "keep": {  # of rows before and between the experts' products (table 2)
-        "mpipemoe-s1": "MPipeMoE: experts' rows wait on the host",
-        "mpipemoe-s2": "those that arrive are sent again",
-        "mpipemoe-s3": "inner ones are computed again",
-        "mpipemoe-s4": "both are made again",
+        "mpipemoe-s1": "rows before and between the experts' products wait on the host (MPipeMoE)",
+        "mpipemoe-s2": "the former are sent again, the latter wait on the host",
+        "mpipemoe-s3": "the former wait on the host, the latter are computed again",
+        "mpipemoe-s4": "the former are sent again, the latter computed again",
     },
-    "formula": {"mpipemoe": "one of its four strategies of what is kept, by equation 10"},
+    "formula": {"mpipemoe": "one of its four strategies for `keep`, by equation 10"},
 }

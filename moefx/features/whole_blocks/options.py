@@ -8,6 +8,6 @@ AUTO = "auto"
 
 FIELDS = {"parallel": {"whole_blocks": option(False, Allowed(lambda v: v is True or v is False or v == AUTO,
                                                              "True, False or 'auto'"), """
-    True cuts whole blocks, attention included, along the batch into `chunks` parts: the exchanges of one part run
+    True cuts whole blocks, attention included, along the batch into `chunks` parts. The exchanges of one part then run
     beside the attention and the experts of another. "auto" does so, in as many parts as pay, if a step is predicted to
-    be faster by it; it needs a machine.""")}}  # fmt: skip
+    be faster then. It needs a machine.""")}}  # fmt: skip
