@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from moefx.analysis.lints import never_moves, softmax_twice
 from moefx.analysis.lints.lint import Lint
+from moefx.capture import loops_tried
 from moefx.capture.trace import Captured, trace
 from moefx.errors import MoefxError, ModelError, UnsupportedUse
 from moefx.ir import alike
@@ -44,7 +45,7 @@ def lint(model: nn.Module, *args: Any, **kwargs: Any) -> list[Lint]:
         return found
     if not is_compiled:
         return [*_of_call(model, args, kwargs), *found]
-    with model._plain.callable():
+    with model._plain.callable(), loops_tried.in_place(model._inner, model._forwards):
         return [*_of_call(model._inner, args, kwargs), *found]
 
 

@@ -10,7 +10,7 @@ it runs count: those of other towers, heads and layers may have their turn in ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -22,22 +22,25 @@ from moefx.ir.describe import layer_of, module_path
 from moefx.ir.op import value
 from moefx.ir.writes import storage, writes
 
-ROUTER, OTHER = "router-never-moves", "never-moves"
+CHOICE, OTHER, UNREAD = "choice-without-gradient", "no-gradient", "never-read"
+_NAMED = 3  # parameters of a layer that a finding names
 
 
 def find(gm: GraphModule, model: nn.Module) -> list[Lint]:
-    """gm: as captured, with gradients on. model: what was captured, for the names of what it does not read. Nothing is
-    found where no output wants a gradient."""
+    """gm: as captured, with gradients on. model: what was captured, for the names of what it does not read. One finding
+    per layer and lint. Nothing is found where no parameter gets a gradient."""
     live = _reached(gm)
     read = {node.meta["moefx"].key: node for node in gm.graph.find_nodes(op="placeholder")
             if node.meta["moefx"].kind == "param"}  # fmt: skip
     if live.isdisjoint(read.values()):
         return []
-    found = []
+    found: dict[tuple[str, str], list[str]] = {}
     for name, node in read.items():
         if value(node).requires_grad and node not in live and node.users:
-            found.append(_of_router(name, node) if _decides(node, name) else _of_other(name, node))
-    return [*found, *_unread(model, read)]
+            found.setdefault((CHOICE if _decides(node, name) else OTHER, layer_of(name)), []).append(name)
+    for name in _unread(model, read):
+        found.setdefault((UNREAD, layer_of(name)), []).append(name)
+    return [_lint(lint, names, read.get(names[0])) for (lint, _), names in found.items()]
 
 
 def _reached(gm: GraphModule) -> set[Node]:
@@ -68,33 +71,29 @@ def _decides(param: Node, name: str) -> bool:
     return any(tensor.dtype is torch.int64 for tensor in map(edit.tensor_value, behind) if tensor is not None)
 
 
-def _at(name: str, node: Node) -> str:
-    return f"{name}, read in {edit.place(next(iter(node.users)))}"
-
-
-def _of_router(name: str, node: Node) -> Lint:
-    return Lint(
-        ROUTER, f"no gradient reaches {name}, which decides who gets which token", _at(name, node),
-        "it is to be trained (requires_grad=True) and stays what it was: tokens are routed at random for good",
-        "weigh the experts' outputs by the router's scores, outside of no_grad() and detach(); or say "
-        "requires_grad_(False) where it is meant to stay")  # fmt: skip
-
-
-def _of_other(name: str, node: Node) -> Lint:
-    return Lint(
-        OTHER, f"no gradient reaches {name}, which the forward reads", _at(name, node),
-        "it is to be trained (requires_grad=True) and stays what it was",
-        "look for no_grad(), detach() or .data behind it; or say requires_grad_(False) where it is meant to stay",
-    )  # fmt: skip
-
-
-def _unread(model: nn.Module, read: Mapping[str, Node]) -> Iterator[Lint]:
+def _unread(model: nn.Module, read: Collection[str]) -> Iterator[str]:
     """Of layers that run. A tied parameter has several names, of which one is read."""
     layers = {layer_of(name) for name in read} - {""}
     for name, param in model.named_parameters():
         if param.requires_grad and name not in read and layer_of(name) in layers:
-            yield Lint(
-                OTHER, f"the forward never reads {name}", f"{name}, of a layer that runs",
-                "it is to be trained (requires_grad=True) and stays what it was; an adapter so has no effect",
-                "call the module that holds it instead of the weight that it changes; or say requires_grad_(False)",
-            )  # fmt: skip
+            yield name
+
+
+_STAYS = "trained by name (requires_grad=True), yet no step of an optimizer changes "
+_FREEZE = "requires_grad_(False) where that is meant"
+
+
+def _lint(name: str, params: list[str], first: Node | None) -> Lint:
+    shown = ", ".join(params[:_NAMED]) + (f" and {len(params) - _NAMED} more" if len(params) > _NAMED else "")
+    where = params[0] if first is None else f"{params[0]}, read in {edit.place(next(iter(first.users)))}"
+    if name == CHOICE:
+        return Lint(name, f"no gradient reaches what routes or picks tokens: {shown}", where,
+                    f"{_STAYS}it: it chooses for good as it was initialised or loaded",
+                    f"weigh outputs by its scores, outside of no_grad() and detach(), or give it a loss; {_FREEZE}",
+                    )  # fmt: skip
+    if name == OTHER:
+        return Lint(name, f"no gradient reaches {shown}", where, f"{_STAYS}what the forward reads here",
+                    f"look for no_grad(), detach() or .data behind it; {_FREEZE}")  # fmt: skip
+    return Lint(name, f"a call like this never reads {shown}", f"{where}, in a layer that runs",
+                f"{_STAYS}what the forward does not read; an adapter like this has no effect",
+                f"call the module that the adapter wraps instead of reading its weight; {_FREEZE}")  # fmt: skip
