@@ -24,6 +24,7 @@ from moefx.options.groups import Parallel
 from moefx.report.search import search as searched
 from moefx.report.trace_views import draw, summary
 from moefx.report.traces import Trace
+from moefx.report.trial import MACHINE, try_model
 from moefx.report.what_if import plan as what_if
 
 _ALLTOALLS = [*NAMES["alltoall"][1]()]
@@ -138,6 +139,24 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
             raise MoefxError(f"--set {each} gives no value", where="plan", hint=f"--set {name}=VALUE")
         found[name] = literal(word)
     return found
+
+
+@app.command("try")
+def try_(
+    model: Annotated[str, typer.Argument(help="A model of the hub in the local cache, a folder, a config.json, a config "
+                                              "class of transformers, file.py:function or module:function.")],
+    gpus: Annotated[int, typer.Option("--gpus", "--ranks", help="Ranks in all.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank.")] = 4096,
+    machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")] = MACHINE,
+    ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over. Default: planned.")] = None,
+    mp: Annotated[int, typer.Option(help="Ranks that share what is not an expert.")] = 1,
+) -> None:
+    """Can moefx train this model? Compiles it without weights, prints what it found, a plan and lints. Exit code 1: no."""
+    with _progress() as say:
+        found = try_model(model, gpus, tokens=tokens, machine=machine, ep=ep, mp=mp, say=say)
+    _console().print(found)
+    if not found.is_recognised:
+        raise typer.Exit(1)
 
 
 @app.command()
