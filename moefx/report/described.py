@@ -140,7 +140,7 @@ def _cached(name: str) -> Path:
         return Path(cached_file(name, "config.json", local_files_only=True))
     except (OSError, ValueError) as error:
         raise MoefxError(f"there is no folder {name}, and the local cache has no such model of the hub",
-                         hint=f"a config.json; or fetch it first: hf download {name} config.json") from error  # fmt: skip
+                         hint=f"a config.json; or first: hf download {name} config.json") from error  # fmt: skip
 
 
 def _configs(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from moefx.analysis.lints import never_moves, softmax_twice
 from moefx.analysis.lints.lint import Lint
 from moefx.capture import loops_tried
 from moefx.capture.trace import Captured, trace
-from moefx.errors import MoefxError, ModelError, UnsupportedUse
+from moefx.errors import ModelError, MoefxError, UnsupportedUse
 from moefx.ir import alike
 from moefx.model.api import CompiledModule
 from moefx.model.stats import RegionStats

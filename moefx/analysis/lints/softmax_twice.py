@@ -1,9 +1,10 @@
 """Softmax of a softmax: most often a balance loss that is given the router's scores where it wants its logits.
 
     probs = logits.softmax(-1)                     what the router returns
-    again = torch.cat([probs, others]).softmax(-1)     what the loss makes of it
+    again = torch.cat([probs, others]).softmax(-1) what the loss makes of it
 
-Only ops that pick, join, view or convert whole distributions may stand between the two. Scaling or masking may be meant.
+Only ops that pick, join, view or convert whole distributions may stand between the two. What scales or masks them in
+between may be meant so.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def find(gm: GraphModule) -> list[Lint]:
             continue
         found.append(Lint(
             NAME, "softmax is taken of what is a softmax already", f"{place(node)}; the first one is {place(first)}",
-            "of probabilities it is almost flat: no two entries differ by more than a factor of 2.72, so a balance loss "
-            "made of it hardly sees which experts are busy",
+            "of probabilities it is almost flat: no two entries differ by more than a factor of e, so that a balance "
+            "loss hardly sees which experts are busy",
             "give the second softmax the router's logits, or leave it out"))  # fmt: skip
     return found
 
@@ -63,7 +64,7 @@ def _behind(source: Any) -> Iterator[Node]:
             continue
         seen.add(node)
         yield node
-        stack += filter(lambda each: _same_width(node, each), _sources(node))  # noqa: B023
+        stack += filter(lambda each: _same_width(node, each), _sources(node))
 
 
 def _sources(node: Node) -> list[Any]:
