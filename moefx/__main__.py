@@ -155,8 +155,8 @@ def doctor(
 
 @app.command("try")
 def try_(
-    model: Annotated[str, typer.Argument(help="A hub model in the local cache, a folder, a config.json, a config class of "
-                                              "transformers, file.py:function or module:function.")],
+    model: Annotated[str, typer.Argument(help="A hub model in the local cache, a folder, a config.json, a class of "
+                                              "configs of transformers, file.py:function or module:function.")],
     gpus: Annotated[int, typer.Option("--gpus", "--ranks", help="Ranks in all.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of a rank.")] = 4096,
     machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")] = MACHINE,

@@ -1,7 +1,7 @@
 """`python -m moefx doctor`: what is here, what will be slow or refused, and on which mesh to begin.
 
-Under torchrun its ranks also measure what links them, for a few seconds. Every collective has a time-out, and no process
-group is left behind.
+Under torchrun its ranks also measure what links them, for a few seconds. Every collective has a time-out, and no
+process group is left behind.
 """
 
 from __future__ import annotations
@@ -69,27 +69,36 @@ class Diagnosis:
 
 
 def examine(seconds: float = 5.0) -> Diagnosis:
-    """Look at this process and its machine. seconds: to measure links for, at most, where torchrun started several ranks;
-    all of them call this. Raises what torch.distributed raises where a rank does not answer within 20 s."""
+    """Look at this process and its machine. seconds: to measure links for, where torchrun started several ranks, all of
+    which call this. That a rank does not answer within 20 s is a finding."""
     ranks, per_node = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     gpus = torch.cuda.device_count()
-    findings = (*_of_versions(), *_of_devices(gpus, per_node, ranks))
+    findings = [*_of_versions(), *_of_devices(gpus, per_node, ranks)]
     if ranks == 1 or any(each.kind == "refused" for each in findings):
         number = gpus if gpus > 1 else 2
         links: tuple[str, ...] = (f"nothing to measure with one rank; run torchrun --nproc-per-node {number} -m moefx "
                                   "doctor",) if ranks == 1 else ("not measured, see below",)  # fmt: skip
     else:
-        links = measure_links(seconds)
+        links = _links(seconds, findings)
     return Diagnosis(tuple(_facts(gpus, ranks, per_node)), links,
                      suggested_mesh(ranks if ranks > 1 else max(gpus, 1), per_node if ranks > 1 else max(gpus, 1),
-                                    "cuda" if gpus else "cpu"), findings)  # fmt: skip
+                                    "cuda" if gpus else "cpu"), tuple(findings))  # fmt: skip
+
+
+def _links(seconds: float, findings: list[Finding]) -> tuple[str, ...]:
+    try:
+        return measure_links(seconds)
+    except RuntimeError as error:  # DistError is one
+        findings.append(Finding("refused", f"ranks cannot talk: {str(error).splitlines()[0][:200]}",
+                                "look at MASTER_ADDR, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and firewalls"))  # fmt: skip
+        return ("not measured, see below",)
 
 
 def suggested_mesh(ranks: int, per_node: int, device: str) -> str:
     """The line that makes a mesh: experts are spread within a node, and every node has all of them."""
     if ranks > per_node and ranks % per_node == 0 and per_node > 1:
-        return (f'init_device_mesh("{device}", ({ranks // per_node}, {per_node}), mesh_dim_names=("dp", "ep")): experts '
-                "are spread within a node")  # fmt: skip
+        return (f'init_device_mesh("{device}", ({ranks // per_node}, {per_node}), mesh_dim_names=("dp", "ep")): '
+                "experts are spread within a node")  # fmt: skip
     return f'init_device_mesh("{device}", ({ranks},), mesh_dim_names=("ep",))'
 
 
@@ -117,7 +126,7 @@ def _of_versions() -> Iterator[Finding]:
     if torch_version < OLDEST:
         yield Finding("refused", f"torch {torch.__version__} is older than 2.11", "pip install 'torch>=2.11'")
     elif torch_version < TESTED:
-        yield Finding("slow", f"torch {torch.__version__} takes numbers of Python that decide sizes as constants, and "
+        yield Finding("slow", f"torch {torch.__version__} compiles again where a number of Python changes, and "
                               "captures equal layers one by one", "torch 2.13; docs/limits.md has the list")  # fmt: skip
     elif torch_version > TESTED:
         yield Finding("note", f"the tests run on torch 2.13; this is {torch.__version__}")
@@ -175,7 +184,7 @@ def _measured(seconds: float, device: torch.device) -> Iterator[str]:
         sent = (n - 1) * nbytes / took / 1e9
         yield (f"all-to-all of {n} ranks, {_bytes(nbytes)} to each: {took * 1e3:.2f} ms, {sent:.2f} GB/s out of "
                "each rank")  # fmt: skip
-        if spent + 6 * 8 * took > seconds:  # the next message may be 16 times as long
+        if spent + 6 * 16 * took > seconds:  # the next message may be 16 times as long
             return
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Lint:
-    """name: of the lint, such as "softmax-twice". what: one sentence. where: module or parameter, and file:line. why: what
-    it leads to. hint: what to do."""
+    """name: of the lint, such as "softmax-twice". what: one sentence. where: module or parameter, and file:line. why:
+    what it leads to. hint: what to do."""
 
     name: str
     what: str
