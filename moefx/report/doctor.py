@@ -90,7 +90,7 @@ def _links(seconds: float, findings: list[Finding]) -> tuple[str, ...]:
         return measure_links(seconds)
     except RuntimeError as error:  # DistError is one
         findings.append(Finding("refused", f"ranks cannot talk: {str(error).splitlines()[0][:200]}",
-                                "look at MASTER_ADDR, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and firewalls"))  # fmt: skip
+                                "look at MASTER_ADDR, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"))  # fmt: skip
         return ("not measured, see below",)
 
 
@@ -127,7 +127,7 @@ def _of_versions() -> Iterator[Finding]:
         yield Finding("refused", f"torch {torch.__version__} is older than 2.11", "pip install 'torch>=2.11'")
     elif torch_version < TESTED:
         yield Finding("slow", f"torch {torch.__version__} compiles again where a number of Python changes, and "
-                              "captures equal layers one by one", "torch 2.13; docs/limits.md has the list")  # fmt: skip
+                              "captures equal layers one by one", "torch 2.13, see docs/limits.md")  # fmt: skip
     elif torch_version > TESTED:
         yield Finding("note", f"the tests run on torch 2.13; this is {torch.__version__}")
     if not dist.is_available():

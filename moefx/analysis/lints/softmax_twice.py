@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.lints.lint import Lint
-from moefx.ir.edit import place, tensor_value
+from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import known_same
 
@@ -27,7 +27,7 @@ _JOINS = {"cat", "concat", "concatenate", "stack"}
 _KEEPS = {
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as", "contiguous", "clone",
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "getitem", "index_select", "narrow",
-    "select", "chunk", "split", "unbind", "expand", "repeat", "masked_select", "alias", "cpu", "cuda",
+    "chunk", "split", "unbind", "expand", "repeat", "masked_select", "alias", "cpu", "cuda",
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def find(gm: GraphModule) -> list[Lint]:
         if first is None:
             continue
         found.append(Lint(
-            NAME, "softmax is taken of what is a softmax already", f"{place(node)}; the first one is {place(first)}",
+            NAME, "softmax is taken of what is a softmax already", f"{edit.place(node)}; the first one is {edit.place(first)}",
             "of probabilities it is almost flat: no two entries differ by more than a factor of e, so that a balance "
             "loss hardly sees which experts are busy",
             "give the second softmax the router's logits, or leave it out"))  # fmt: skip
@@ -50,9 +50,9 @@ def find(gm: GraphModule) -> list[Lint]:
 
 def _is_softmax(node: Any) -> bool:
     """Over the last dim, which views keep apart from the others."""
-    if not isinstance(node, Node) or op_name(node) not in _SOFTMAX or tensor_value(node) is None:
+    if not isinstance(node, Node) or op_name(node) not in _SOFTMAX or edit.tensor_value(node) is None:
         return False
-    return arg(node, 1, "dim") in (-1, tensor_value(node).dim() - 1) and bool(node.args)
+    return arg(node, 1, "dim") in (-1, edit.tensor_value(node).dim() - 1) and bool(node.args)
 
 
 def _behind(source: Any) -> Iterator[Node]:
@@ -72,16 +72,24 @@ def _sources(node: Node) -> list[Any]:
     if name in _JOINS:
         parts = arg(node, 0, "tensors")
         along = arg(node, 1, "dim", 0)
-        rank = tensor_value(node).dim() if tensor_value(node) is not None else 0
+        rank = edit.tensor_value(node).dim() if edit.tensor_value(node) is not None else 0
         return list(parts) if isinstance(parts, (list, tuple)) and along not in (-1, rank - 1) else []
-    if node.target is operator.getitem or name in _KEEPS:
-        return [node.args[0]] if node.args else []
-    return []
+    if node.target is operator.getitem:
+        return [node.args[0]] if _keeps_the_last(node.args[1], node.args[0]) else []
+    return [node.args[0]] if name in _KEEPS and node.args else []
+
+
+def _keeps_the_last(index: Any, source: Node) -> bool:
+    """Whether an index leaves the last dim of a tensor whole."""
+    tensor = edit.tensor_value(source)
+    if tensor is None or not isinstance(index, tuple):
+        return tensor is None or tensor.dim() > 1
+    return len(index) < tensor.dim() or index[-1] in (slice(None), Ellipsis)
 
 
 def _same_width(node: Node, source: Any) -> bool:
     """Whether both end in a dim of one size; of what is a tuple of tensors nobody knows."""
-    one, other = tensor_value(node), tensor_value(source)
+    one, other = edit.tensor_value(node), edit.tensor_value(source)
     if one is None or other is None:
         return isinstance(source, Node)
     return one.dim() > 0 and other.dim() > 0 and known_same(one.shape[-1], other.shape[-1])
