@@ -25,7 +25,7 @@ from moefx.report.doctor import examine
 from moefx.report.search import search as searched
 from moefx.report.trace_views import draw, summary
 from moefx.report.traces import Trace
-from moefx.report.trial import MACHINE, try_model
+from moefx.report.tried import MACHINE, try_model
 from moefx.report.what_if import plan as what_if
 
 _ALLTOALLS = [*NAMES["alltoall"][1]()]

@@ -160,14 +160,14 @@ def _of_devices(gpus: int, per_node: int, ranks: int) -> Iterator[Finding]:
                               f"{without[0]}: their rows go by the host", "python -m moefx calibrate")  # fmt: skip
 
 
-def measure_links(seconds: float, timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
+def measure_links(seconds: float) -> tuple[str, ...]:
     """Of the ranks that torchrun started, all-to-alls of growing messages, for about so many seconds; a line each. All
-    ranks call it. Makes a process group and destroys it; raises what torch.distributed raises after `timeout_s`."""
+    ranks call it. Makes a process group and destroys it; raises what torch.distributed raises after 20 s."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     try:
         return tuple(_measured(seconds, device))
     finally:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +53,8 @@ def lint(model: nn.Module, *args: Any, **kwargs: Any) -> list[Lint]:
 def _of_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Lint]:
     leaves, spec = tree_flatten((args, dict(kwargs)))
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    with torch.inference_mode(False), torch.enable_grad():
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        warnings.simplefilter("ignore")  # of what is captured, for whoever writes it
         captured = trace(model, model, leaves, spec, device)
     if not isinstance(captured, Captured):
         raise MoefxError("the call has numbers that are no constants", where="lint")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Group
+from rich.padding import Padding
 from rich.text import Text
 
 from moefx.analysis.lints.lint import Lint
@@ -32,7 +33,7 @@ MACHINE = "h100-8x400g"
 
 
 @dataclass(frozen=True)
-class Trial:
+class Tried:
     """What came of a model. parameters: of the whole model. layers, looked_at: how many it has, and how many of them
     were captured. experts: of every MoE layer that was compiled, by its module. refusal: why it cannot be compiled.
     plan: None where it cannot. lints: None where it could not be captured."""
@@ -61,7 +62,8 @@ class Trial:
         return sum(layer.count for layer in self.plan.layers if layer.has_experts)
 
     def __rich__(self) -> Group:
-        return Group(*(Text(line, style="bold" if not number else "") for number, line in enumerate(_lines(self))))
+        first, *others = _lines(self)
+        return Group(Text(first, style="bold"), *map(_indented, others))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -71,12 +73,12 @@ class Trial:
 
 def try_model(model: Any, ranks: int = 8, *, tokens: int = 4096, machine: str | Path | Machine = MACHINE,
               ep: int | None = None, mp: int = 1, dtype: str = "bfloat16",
-              say: Callable[[str], None] = lambda words: None) -> Trial:  # fmt: skip
+              say: Callable[[str], None] = lambda words: None) -> Tried:  # fmt: skip
     """model: as `moefx.plan` takes it. ranks, ep, mp, machine: of the cluster. tokens: of one rank. A balance loss that
     the config knows is turned on, since it is looked at, too.
 
     Raises MoefxError: unknown names, with the nearest; MeshError: sizes that do not divide; UnsupportedUse where
-    torch.distributed is in use. That the model itself is refused is no error: see `Trial.refusal`."""
+    torch.distributed is in use. That the model itself is refused is no error: see `Tried.refusal`."""
     began = time.monotonic()
     cluster = machine_named(machine)
     sizes, ep, esp = mesh_of(ranks, cluster, dp=None, mp=mp, ep=ep, esp=None)
@@ -95,7 +97,7 @@ def try_model(model: Any, ranks: int = 8, *, tokens: int = 4096, machine: str | 
     except MoefxError as error:
         found["refusal"] = error
     number = sum(p.numel() for p in what.module.parameters())
-    return Trial(what.title, ranks, number, layers.count if layers else 0, len(layers.kinds) if layers else 0,
+    return Tried(what.title, ranks, number, layers.count if layers else 0, len(layers.kinds) if layers else 0,
                  time.monotonic() - began, notes=(*what.notes, *notes), **found)  # fmt: skip
 
 
@@ -113,42 +115,48 @@ def _experts(programs: Programs) -> dict[str, int]:
             if facts.of == number}  # fmt: skip
 
 
-def _lines(trial: Trial) -> Iterator[str]:
-    yield f"{trial.model}: {_verdict(trial)}"
-    if trial.refusal is not None:
-        yield from (f"  {line}" for line in str(trial.refusal).splitlines())
-    numbers = sorted(set(trial.experts.values()))
+def _lines(tried: Tried) -> Iterator[str]:
+    yield f"{tried.model}: {_verdict(tried)}"
+    if tried.refusal is not None:
+        yield from (f"  {line}" for line in str(tried.refusal).splitlines())
+    numbers = sorted(set(tried.experts.values()))
     if numbers:
         count = " or ".join(map(str, numbers))
-        many = f" of {trial.layers} layers" if trial.layers else ""
-        yield f"MoE layers: {trial.moe_layers}{many}, {count} experts in each"
-    yield f"parameters: {_billions(trial.parameters)} in all{_per_rank(trial)}"
-    yield from () if trial.plan is None else _plan(trial.plan)
-    if trial.lints is None:
+        many = f" of {tried.layers} layers" if tried.layers else ""
+        yield f"MoE layers: {tried.moe_layers}{many}, {count} experts in each"
+    yield f"parameters: {_number(tried.parameters)} in all{_per_rank(tried)}"
+    yield from () if tried.plan is None else _plan(tried.plan)
+    if tried.lints is None:
         yield "lints: not looked for, since the model cannot be captured"
     else:
-        yield f"lints: {len(trial.lints) or 'none'}"
-        yield from (f"  {line}" for each in trial.lints for line in str(each).splitlines())
-    if trial.looked_at < trial.layers:
-        yield (f"looked at {trial.looked_at} of {trial.layers} layers, one of each kind, numbered from 0; the rest is "
+        yield f"lints: {len(tried.lints) or 'none'}"
+        yield from (f"  {line}" for each in tried.lints for line in str(each).splitlines())
+    if tried.looked_at < tried.layers:
+        yield (f"looked at {tried.looked_at} of {tried.layers} layers, one of each kind, numbered from 0; the rest is "
                "extrapolated")  # fmt: skip
-    yield from trial.notes
-    yield f"took {trial.seconds:.0f} s"
+    yield from tried.notes
+    yield f"took {tried.seconds:.0f} s"
 
 
-def _verdict(trial: Trial) -> str:
-    if trial.refusal is not None:
+def _indented(line: str) -> Padding:
+    """So that what does not fit stays indented."""
+    text = line.lstrip()
+    return Padding(Text(text), (0, 0, 0, len(line) - len(text)))
+
+
+def _verdict(tried: Tried) -> str:
+    if tried.refusal is not None:
         return "refused"
-    if not trial.experts:
+    if not tried.experts:
         return "no mixture of experts was found; it would train as a dense model"
-    return f"recognised; it compiles for {trial.ranks} ranks"
+    return f"recognised; it compiles for {tried.ranks} ranks"
 
 
-def _per_rank(trial: Trial) -> str:
-    if trial.plan is None:
+def _per_rank(tried: Tried) -> str:
+    if tried.plan is None:
         return ""
-    nbytes = trial.plan.memory["parameters"]
-    return f", {_billions(nbytes / getattr(torch, trial.plan.dtype).itemsize)} on a rank ({gb(nbytes)})"
+    nbytes = tried.plan.memory["parameters"]
+    return f", {_number(nbytes / getattr(torch, tried.plan.dtype).itemsize)} on a rank ({gb(nbytes)})"
 
 
 def _plan(plan: Plan) -> Iterator[str]:
@@ -164,5 +172,7 @@ def _plan(plan: Plan) -> Iterator[str]:
     yield from (f"  {hint[:1].upper()}{hint[1:]}." for hint in plan.hints)
 
 
-def _billions(number: float) -> str:
+def _number(number: float) -> str:
+    if number < 1e6:
+        return f"{number:,.0f}"
     return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
