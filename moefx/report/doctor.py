@@ -25,7 +25,8 @@ from moefx.transport.p2p import all_to_all
 
 OLDEST, TESTED = (2, 11), (2, 13)  # torch: what pyproject asks for, and what the tests run on
 TIMEOUT_S = 20.0
-MESSAGES = (2**10, 2**16, 2**20, 2**23)  # bytes to each other rank
+MESSAGES = (2**10, 2**18, 2**23)  # bytes to each other rank
+FULL = 2**18
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Diagnosis:
         return int(any(each.kind == "refused" for each in self.findings))
 
     def __rich__(self) -> Group:
-        lines = [f"{name:<13} {words}" for name, words in self.facts]
-        lines += [f"{'links':<13} {line}" for line in self.links]
-        lines += [f"{'mesh':<13} {self.mesh}"]
+        lines = [f"{name:<9} {words}" for name, words in self.facts]
+        lines += [f"{'links':<9} {line}" for line in self.links]
+        lines += [f"{'mesh':<9} {self.mesh}"]
         lines += [line for each in self.findings for line in str(each).splitlines()]
         verdict = "something is refused here" if self.exit_code else "moefx can run here"
         return Group(*map(Text, lines), Text(verdict, style="bold"))
@@ -103,11 +104,11 @@ def suggested_mesh(ranks: int, per_node: int, device: str) -> str:
 
 
 def _facts(gpus: int, ranks: int, per_node: int) -> Iterator[tuple[str, str]]:
-    yield "python", platform.python_version()
-    for name in ("moefx", "torch", "transformers", "triton"):
-        yield name, _version(name) or "not installed"
+    found = {name: _version(name) for name in ("moefx", "torch", "transformers", "triton")}
+    yield "versions", ", ".join(f"{name} {version or '(none)'}" for name, version in
+                                {"python": platform.python_version(), **found}.items())  # fmt: skip
     nccl = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
-    yield "nccl", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in use: no CUDA"
+    yield "nccl", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not used without CUDA"
     names = [torch.cuda.get_device_name(i) for i in range(gpus)]
     of_each = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     yield "devices", ", ".join(of_each) or f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads of torch"
@@ -118,7 +119,7 @@ def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed, run from a folder" if name == "moefx" else None
+        return None
 
 
 def _of_versions() -> Iterator[Finding]:
@@ -141,7 +142,7 @@ def _of_versions() -> Iterator[Finding]:
 def _of_devices(gpus: int, per_node: int, ranks: int) -> Iterator[Finding]:
     if not gpus:
         yield Finding("slow", "there is no CUDA device: everything runs on CPU, with gloo between ranks",
-                      "good for tests; plan a cluster with python -m moefx plan")  # fmt: skip
+                      "use it for tests; plan a cluster with python -m moefx plan")  # fmt: skip
         return
     if importlib.util.find_spec("triton") is None:
         yield Finding("slow", "there is no triton: kernels that torch makes with it are left out", "pip install triton")
@@ -182,9 +183,9 @@ def _measured(seconds: float, device: torch.device) -> Iterator[str]:
         times = [_exchange(target, source) for _ in range(6)][1:]
         took, spent = _slowest([sorted(times)[len(times) // 2], time.monotonic() - began], device)
         sent = (n - 1) * nbytes / took / 1e9
-        yield (f"all-to-all of {n} ranks, {_bytes(nbytes)} to each: {took * 1e3:.2f} ms, {sent:.2f} GB/s out of "
-               "each rank")  # fmt: skip
-        if spent + 6 * 16 * took > seconds:  # the next message may be 16 times as long
+        rate = f", {sent:.2f} GB/s out of a rank" if nbytes >= FULL else ""  # of small ones latency is all
+        yield f"all-to-all of {n} ranks, {_bytes(nbytes)} to each: {took * 1e3:.2f} ms{rate}"
+        if spent + 6 * 256 * took > seconds:  # the next message is up to 256 times as long
             return
 
 

@@ -141,7 +141,7 @@ def _lines(tried: Tried) -> Iterator[str]:
 def _indented(line: str) -> Padding:
     """So that what does not fit stays indented."""
     text = line.lstrip()
-    return Padding(Text(text), (0, 0, 0, len(line) - len(text)))
+    return Padding(Text(text), (0, 0, 0, len(line) - len(text)), expand=False)
 
 
 def _verdict(tried: Tried) -> str:

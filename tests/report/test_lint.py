@@ -13,7 +13,7 @@ from moefx.analysis.lints.never_moves import CHOICE
 from moefx.errors import ModelError, UnsupportedUse
 from moefx.model.stats import RegionStats
 from moefx.report.lint import DEAD, ENOUGH, of_stats
-from tests.analysis.lints.test_never_moves import D, MoE, Model
+from tests.analysis.lints.test_never_moves import D, Model, MoE
 from tests.support.ranks import one_rank
 
 
@@ -46,7 +46,7 @@ def test_of_a_compiled_model_the_last_forward_counts_too():
 
 
 def test_bad_input_is_told():
-    with pytest.raises(ModelError, match="a list is not an nn.Module"):
+    with pytest.raises(ModelError, match=r"a list is not an nn\.Module"):
         moefx.lint([])
     with pytest.raises(UnsupportedUse, match="no example of a call"):
         moefx.lint(Model(MoE()))

@@ -79,8 +79,8 @@ def _unread(model: nn.Module, read: Collection[str]) -> Iterator[str]:
             yield name
 
 
-_STAYS = "trained by name (requires_grad=True), yet no step of an optimizer changes "
-_FREEZE = "requires_grad_(False) where that is meant"
+_STAYS = "it is marked for training (requires_grad=True), but no optimizer step changes it"
+_FREEZE = "if it should stay fixed, call requires_grad_(False)"
 
 
 def _lint(name: str, params: list[str], first: Node | None) -> Lint:
@@ -88,12 +88,12 @@ def _lint(name: str, params: list[str], first: Node | None) -> Lint:
     where = params[0] if first is None else f"{params[0]}, read in {edit.place(next(iter(first.users)))}"
     if name == CHOICE:
         return Lint(name, f"no gradient reaches what routes or picks tokens: {shown}", where,
-                    f"{_STAYS}it: it chooses for good as it was initialised or loaded",
-                    f"weigh outputs by its scores, outside of no_grad() and detach(), or give it a loss; {_FREEZE}",
+                    f"{_STAYS}, so it keeps choosing as it did at the start",
+                    f"weigh outputs by its scores, outside no_grad() and detach(), or give it a loss; {_FREEZE}",
                     )  # fmt: skip
     if name == OTHER:
-        return Lint(name, f"no gradient reaches {shown}", where, f"{_STAYS}what the forward reads here",
-                    f"look for no_grad(), detach() or .data behind it; {_FREEZE}")  # fmt: skip
+        return Lint(name, f"no gradient reaches {shown}", where, _STAYS,
+                    f"look for no_grad(), detach() or .data after it; {_FREEZE}")  # fmt: skip
     return Lint(name, f"a call like this never reads {shown}", f"{where}, in a layer that runs",
-                f"{_STAYS}what the forward does not read; an adapter like this has no effect",
+                f"{_STAYS}; an adapter like this has no effect",
                 f"call the module that the adapter wraps instead of reading its weight; {_FREEZE}")  # fmt: skip

@@ -41,9 +41,10 @@ def find(gm: GraphModule) -> list[Lint]:
         if first is None:
             continue
         found.append(Lint(
-            NAME, "softmax is taken of what is a softmax already", f"{edit.place(node)}; the first one is {edit.place(first)}",
-            "of probabilities it is almost flat: no two entries differ by more than a factor of e, so that a balance "
-            "loss hardly sees which experts are busy",
+            NAME, "softmax is taken of what is a softmax already",
+            f"{edit.place(node)}; the first one is {edit.place(first)}",
+            "the second softmax is almost flat: its entries differ by a factor of e at most, so a balance loss made of "
+            "it hardly sees which experts are busy",
             "give the second softmax the router's logits, or leave it out"))  # fmt: skip
     return found
 

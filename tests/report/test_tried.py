@@ -15,7 +15,7 @@ from moefx.analysis.lints.never_moves import CHOICE
 from moefx.errors import MeshError, MoefxError
 from moefx.report.described import described
 from moefx.report.tried import try_model
-from tests.analysis.lints.test_never_moves import D, MoE, Model
+from tests.analysis.lints.test_never_moves import D, Model, MoE
 from tests.support.families import tiny_config
 
 
