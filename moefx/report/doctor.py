@@ -26,7 +26,8 @@ from moefx.transport.p2p import all_to_all
 OLDEST, TESTED = (2, 11), (2, 13)  # torch: what pyproject asks for, and what the tests run on
 TIMEOUT_S = 20.0
 MESSAGES = (2**10, 2**18, 2**23)  # bytes to each other rank
-FULL = 2**18
+FULL = 2**18  # of smaller ones latency is all
+RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """facts: (name, what is here). links: lines of what was measured. mesh: the line to begin with."""
+    """facts: (name, what is here). links: what was measured, in words. mesh: the line to begin with."""
 
     facts: tuple[tuple[str, str], ...]
-    links: tuple[str, ...]
+    links: str
     mesh: str
     findings: tuple[Finding, ...]
 
@@ -57,8 +58,7 @@ class Diagnosis:
 
     def __rich__(self) -> Group:
         lines = [f"{name:<9} {words}" for name, words in self.facts]
-        lines += [f"{'links':<9} {line}" for line in self.links]
-        lines += [f"{'mesh':<9} {self.mesh}"]
+        lines += [f"{'links':<9} {self.links}", f"{'mesh':<9} {self.mesh}"]
         lines += [line for each in self.findings for line in str(each).splitlines()]
         verdict = "something is refused here" if self.exit_code else "moefx can run here"
         return Group(*map(Text, lines), Text(verdict, style="bold"))
@@ -77,8 +77,8 @@ def examine(seconds: float = 5.0) -> Diagnosis:
     findings = [*_of_versions(), *_of_devices(gpus, per_node, ranks)]
     if ranks == 1 or any(each.kind == "refused" for each in findings):
         number = gpus if gpus > 1 else 2
-        links: tuple[str, ...] = (f"nothing to measure with one rank; run torchrun --nproc-per-node {number} -m moefx "
-                                  "doctor",) if ranks == 1 else ("not measured, see below",)  # fmt: skip
+        links = f"nothing to measure with one rank; run torchrun --nproc-per-node {number} -m moefx doctor"
+        links = links if ranks == 1 else "not measured, see below"
     else:
         links = _links(seconds, findings)
     return Diagnosis(tuple(_facts(gpus, ranks, per_node)), links,
@@ -86,13 +86,13 @@ def examine(seconds: float = 5.0) -> Diagnosis:
                                     "cuda" if gpus else "cpu"), tuple(findings))  # fmt: skip
 
 
-def _links(seconds: float, findings: list[Finding]) -> tuple[str, ...]:
+def _links(seconds: float, findings: list[Finding]) -> str:
     try:
         return measure_links(seconds)
     except RuntimeError as error:  # DistError is one
         findings.append(Finding("refused", f"ranks cannot talk: {str(error).splitlines()[0][:200]}",
                                 "look at MASTER_ADDR, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"))  # fmt: skip
-        return ("not measured, see below",)
+        return "not measured, see below"
 
 
 def suggested_mesh(ranks: int, per_node: int, device: str) -> str:
@@ -161,8 +161,8 @@ def _of_devices(gpus: int, per_node: int, ranks: int) -> Iterator[Finding]:
                               f"{without[0]}: their rows go by the host", "python -m moefx calibrate")  # fmt: skip
 
 
-def measure_links(seconds: float) -> tuple[str, ...]:
-    """Of the ranks that torchrun started, all-to-alls of growing messages, for about so many seconds; a line each. All
+def measure_links(seconds: float) -> str:
+    """Of the ranks that torchrun started, all-to-alls of growing messages, for about so many seconds, in words. All
     ranks call it. Makes a process group and destroys it; raises what torch.distributed raises after 20 s."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
@@ -170,22 +170,23 @@ def measure_links(seconds: float) -> tuple[str, ...]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if has_gpu else "gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     try:
-        return tuple(_measured(seconds, device))
+        found = ", ".join(_measured(seconds, device))
+        return f"all-to-all of {dist.get_world_size()} ranks, to each other: {found}"
     finally:
         dist.destroy_process_group()
 
 
 def _measured(seconds: float, device: torch.device) -> Iterator[str]:
-    n = dist.get_world_size()
-    began, took = time.monotonic(), 0.0
+    n, began = dist.get_world_size(), time.monotonic()
     for nbytes in MESSAGES:
         source, target = (torch.ones(n, nbytes // 4, device=device) for _ in range(2))
-        times = [_exchange(target, source) for _ in range(6)][1:]
-        took, spent = _slowest([sorted(times)[len(times) // 2], time.monotonic() - began], device)
-        sent = (n - 1) * nbytes / took / 1e9
-        rate = f", {sent:.2f} GB/s out of a rank" if nbytes >= FULL else ""  # of small ones latency is all
-        yield f"all-to-all of {n} ranks, {_bytes(nbytes)} to each: {took * 1e3:.2f} ms{rate}"
-        if spent + 6 * 256 * took > seconds:  # the next message is up to 256 times as long
+        first, spent = _slowest([_exchange(target, source), time.monotonic() - began], device)
+        more = min(RUNS, int((seconds - spent) / len(MESSAGES) / first))  # the same on all ranks
+        times = sorted(_exchange(target, source) for _ in range(more)) or [first]
+        (took,) = _slowest([times[len(times) // 2]], device)
+        rate = f" ({(n - 1) * nbytes / took / 1e9:.2f} GB/s)" if nbytes >= FULL else ""
+        yield f"{_bytes(nbytes)} in {took * 1e3:.2f} ms{rate}"
+        if spent > seconds:
             return
 
 
