@@ -26,7 +26,7 @@ _JOINS = {"cat", "concat", "concatenate", "stack"}
 # What leaves the last dim of its first argument as it is, where that has the same size before and after.
 _KEEPS = {
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as", "contiguous", "clone",
-    "to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "getitem", "index_select", "narrow",
+    "to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "index_select", "narrow",
     "chunk", "split", "unbind", "expand", "repeat", "masked_select", "alias", "cpu", "cuda",
 }  # fmt: skip
 

@@ -124,5 +124,14 @@ def test_equal_layers_are_one_finding_that_says_where():
     assert "requires_grad_(False)" in found.hint
 
 
+class Evaluated(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+def test_a_call_that_nobody_trains_by_has_none():
+    assert moefx.lint(Evaluated(MoE()), torch.randn(T, D)) == []
+
+
 def test_a_model_that_is_frozen_has_none():
     assert findings(MoE("detach"), edit=lambda model: model.requires_grad_(False)) == {}

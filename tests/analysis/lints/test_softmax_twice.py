@@ -56,7 +56,9 @@ def test_softmax_of_a_softmax_is_found(again):
     lambda x: x.softmax(-1).softmax(1),  # over tokens
     lambda x: x.softmax(-1).transpose(1, 2).reshape(2, E, -1).softmax(-1),
     lambda x: torch.cat([x.softmax(-1), x], -1).softmax(-1),
+    lambda x: torch.stack([x.softmax(-1)] * E, -1).softmax(-1),
     lambda x: x.softmax(-1)[..., 0].softmax(-1),
+    lambda x: x[0, 0] + torch.ones(E, E).softmax(-1)[:, 0].softmax(-1),
     lambda x: (x.softmax(-1) @ torch.ones(E, E)).softmax(-1),  # attention
 ])  # fmt: skip
 def test_what_is_near_it_is_none(again):
