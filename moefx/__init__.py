@@ -11,6 +11,7 @@ from moefx.options import Options
 from moefx.options.groups import AllToAll, Debug, Parallel, Placement
 from moefx.report.explanation import explain
 from moefx.report.inspection import inspect
+from moefx.report.lint import lint
 from moefx.report.memory import memory
 from moefx.report.timeline import profile, timeline
 from moefx.report.what_if import plan
@@ -40,6 +41,7 @@ __all__ = [
     "explain",
     "extend",
     "inspect",
+    "lint",
     "memory",
     "plan",
     "profile",

@@ -21,9 +21,11 @@ from moefx.errors import MoefxError
 from moefx.options import NAMES, Options
 from moefx.options.declare import literal
 from moefx.options.groups import Parallel
+from moefx.report.doctor import examine
 from moefx.report.search import search as searched
 from moefx.report.trace_views import draw, summary
 from moefx.report.traces import Trace
+from moefx.report.tried import MACHINE, try_model
 from moefx.report.what_if import plan as what_if
 
 _ALLTOALLS = [*NAMES["alltoall"][1]()]
@@ -138,6 +140,35 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
             raise MoefxError(f"--set {each} gives no value", where="plan", hint=f"--set {name}=VALUE")
         found[name] = literal(word)
     return found
+
+
+@app.command()
+def doctor(
+    seconds: Annotated[float, typer.Option(help="To measure links for, at most, where torchrun started ranks.")] = 5.0,
+) -> None:
+    """What is here, what will be slow or refused, and a mesh. Exit code 0: moefx can run here; 1: it is refused."""
+    found = examine(seconds)
+    if int(os.environ.get("RANK", 0)) == 0:
+        _console().print(found)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command("try")
+def try_(
+    model: Annotated[str, typer.Argument(help="A hub model in the local cache, a folder, a config.json, a class of "
+                                              "configs of transformers, file.py:function or module:function.")],
+    gpus: Annotated[int, typer.Option("--gpus", "--ranks", help="Ranks in all.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank.")] = 4096,
+    machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")] = MACHINE,
+    ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over. Default: planned.")] = None,
+    mp: Annotated[int, typer.Option(help="Ranks that share what is not an expert.")] = 1,
+) -> None:
+    """Can moefx train this model? Compiles it without weights; prints a plan and lints. Exit code 0: yes; 1: no."""
+    with _progress() as say:
+        found = try_model(model, gpus, tokens=tokens, machine=machine, ep=ep, mp=mp, say=say)
+    _console().print(found)
+    if not found.is_recognised:
+        raise typer.Exit(1)
 
 
 @app.command()

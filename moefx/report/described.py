@@ -3,6 +3,8 @@
     described("Qwen3MoeConfig", 1, 4096)              its defaults
     described("qwen3-235b.json", 1, 4096)             a config.json, as published with the weights; these are not needed
     described("my.models:large", 1, 4096)             a function that gives a module, or (module, example inputs)
+    described("my/models.py:large", 1, 4096)          the same, by its file
+    described("Qwen/Qwen3-30B-A3B", 1, 4096)          a folder with a config.json, or a model in the hub's local cache
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,27 +70,14 @@ def described(model: Any, batch: int, seq: int, *, layers: int | None = None, dt
 
 def _named(name: str) -> Any:
     path = Path(name)
-    if path.suffix == ".json" or path.is_file():
-        if not path.is_file():
-            near = difflib.get_close_matches(path.name, _configs(path.parent), 1, 0.4)
-            raise MoefxError(f"there is no file {name}", hint=f"{path.parent / near[0]}" if near else "a config.json")
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise MoefxError(f"{name} is no JSON: {error}", hint="a config.json of transformers") from error
-        if not _is_config(found):
-            raise MoefxError(f"{name} is no config of a model: it has no model_type",
-                             hint="a config.json of transformers")  # fmt: skip
-        return found
-    if ":" in name:
-        where, _, what = name.partition(":")
-        try:
-            module = importlib.import_module(where)
-        except ImportError as error:
-            raise MoefxError(f"{where} cannot be imported: {error}", hint="a module on PYTHONPATH") from error
-        if not hasattr(module, what):
-            raise MoefxError(f"{where} has no {what!r}", hint=_nearest(what, [n for n in vars(module) if n[0] != "_"]))
-        return getattr(module, what)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or (path.is_file() and path.suffix != ".py"):
+        return _read(path)
+    if ":" in name or path.suffix == ".py":
+        return _from_code(*name.rpartition(":")[::2] if ":" in name else (name, ""))
+    if "/" in name:
+        return _read(_cached(name))
     import transformers
 
     if not name.endswith(_SUFFIX) or not hasattr(transformers, name):
@@ -94,6 +85,62 @@ def _named(name: str) -> Any:
         raise MoefxError(f"transformers has no config class {name!r}",
                          hint=f"{_nearest(name, known)}; a config.json; or module:function")  # fmt: skip
     return getattr(transformers, name)()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, _configs(path.parent), 1, 0.4)
+        raise MoefxError(f"there is no file {path}", hint=f"{path.parent / near[0]}" if near else "a config.json")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MoefxError(f"{path} is no JSON: {error}", hint="a config.json of transformers") from error
+    if not _is_config(found):
+        raise MoefxError(f"{path} is no config of a model: it has no model_type",
+                         hint="a config.json of transformers")  # fmt: skip
+    return found
+
+
+def _from_code(where: str, what: str) -> Any:
+    """A name of a module, or of a file of Python."""
+    path = Path(where)
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], 1, 0.4)
+        raise MoefxError(f"there is no file {where}", hint=f"{path.parent / near[0]}" if near else "a file of Python")
+    try:
+        module = _loaded(path) if is_file else importlib.import_module(where)
+    except Exception as error:  # of whoever wrote it
+        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise MoefxError(f"{where} cannot be imported: {why}", hint="a module on PYTHONPATH, or file.py") from error
+    if not hasattr(module, what):
+        known = [each for each in vars(module) if each[0] != "_" and callable(getattr(module, each))]
+        words = f"{where} has no {what!r}" if what else f"{where} does not say which function"
+        raise MoefxError(words, hint=_nearest(what, known))
+    return getattr(module, what)
+
+
+def _loaded(path: Path) -> Any:
+    """What a file of Python makes, as a module of its name, beside which it finds others."""
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where its own dataclasses look for themselves
+    spec.loader.exec_module(module)
+    return module
+
+
+def _cached(name: str) -> Path:
+    """The config.json of a model of the hub in the local cache. Nothing is downloaded."""
+    from transformers.utils import cached_file
+
+    try:
+        return Path(cached_file(name, "config.json", local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise MoefxError(f"there is no folder {name}, and the local cache has no such model of the hub",
+                         hint=f"a config.json; or first: hf download {name} config.json") from error  # fmt: skip
 
 
 def _configs(folder: Path) -> list[str]:
