@@ -113,10 +113,13 @@ class Chooser:
         """What was planned, or what a room proposes in its place, if a step is predicted to be faster by it and it
         stays within the limit of memory. given: what a program is made by besides a plan."""
         plan = found.ctx.decisions.plan
+        proposed = rooms.proposals(found.ctx)
+        if not proposed:
+            return found
         foreseen = Foreseen(found.graphs, found.ctx)
         seconds, best, chosen = foreseen.seconds, found, "what was planned"
         said = [f"a step is predicted to take {1e3 * seconds:.3f} ms as planned"]
-        for room, proposals in rooms.proposals(found.ctx).items():
+        for room, proposals in proposed.items():
             if seconds <= foreseen.floor * (1 + SIMPLER):
                 least = f"{1e3 * foreseen.floor:.3f} ms"
                 said.append(f"{proposals[0].words} not tried, as {least} of these are taken in any order")
@@ -129,9 +132,8 @@ class Chooser:
                     break
                 seconds, best, chosen = took, other, each.words
                 best.ctx.decisions.plan = plan.changed(each.choices, each.words)
-        if len(said) > 1:
-            note = f"{'; '.join(said)}. Taken: {chosen}"
-            best.ctx.decisions.plan = replace(best.ctx.decisions.plan, notes=(*plan.notes, note))
+        note = f"{'; '.join(said)}. Taken: {chosen}"
+        best.ctx.decisions.plan = replace(best.ctx.decisions.plan, notes=(*plan.notes, note))
         return best
 
     def _try(self, mesh: MeshSpec, decisions: Decisions, proposal: rooms.Proposal) -> tuple[Attempt | None, str]:
