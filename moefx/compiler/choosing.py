@@ -5,6 +5,7 @@
     copies of experts              planned before a call, or in it behind the gate (`planning.placing`); room for
                                    as many as pay within a limit of memory
     regions                        what is chosen for each of them (`planning.planner`); then the program that is run
+    what rooms propose             other programs (`rooms.Proposal`), if a whole step is predicted to be faster
 
 All is a function of the model, the options and the machine: every rank chooses the same.
 """
