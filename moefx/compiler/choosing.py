@@ -126,10 +126,10 @@ class Chooser:
                 said.append(f"{proposals[0].words} not tried, as {least} of these are taken in any order")
                 continue
             for each in proposals:
-                other, words = self._try(found.ctx.mesh, replace(plan.asks_for(given()), choices=dict(each.choices),
-                                                                 proposed_by=room), each)  # fmt: skip
+                asked = replace(plan.asks_for(given()), choices=dict(each.choices), proposed_by=room)
+                other, took, words = self._try(found.ctx.mesh, asked, each)
                 said.append(f"{each.words}: {words}")
-                if other is None or (took := Foreseen(other.graphs, other.ctx).seconds) * (1 + SIMPLER) >= seconds:
+                if other is None or took * (1 + SIMPLER) >= seconds:
                     break
                 seconds, best, chosen = took, other, each.words
                 best.ctx.decisions.plan = plan.changed(each.choices, each.words)
@@ -137,20 +137,22 @@ class Chooser:
         best.ctx.decisions.plan = replace(best.ctx.decisions.plan, notes=(*plan.notes, note))
         return best
 
-    def _try(self, mesh: MeshSpec, decisions: Decisions, proposal: rooms.Proposal) -> tuple[Attempt | None, str]:
-        """What is proposed, and how long a step takes by it; or why it cannot be."""
+    def _try(self, mesh: MeshSpec, decisions: Decisions, proposal: rooms.Proposal) -> tuple[Attempt | None, float, str]:
+        """What is proposed, and the seconds of a step, also in words; or why it cannot be."""
         try:
             found = self.run(mesh, decisions)
         except (RaiseError, UnsupportedUse) as error:
-            return None, f"cannot be: {error.what}"
+            return None, 0.0, f"cannot be: {error.what}"
         records = [each for each in found.pipeline.records if each.name == proposal.needs]
         if not any(each.changes for each in records):
-            return None, "cannot be: " + "; ".join(dict.fromkeys(why for each in records for _, why in each.skipped))
+            why = "; ".join(dict.fromkeys(why for each in records for _, why in each.skipped))
+            return None, 0.0, f"cannot be: {why}"
         peak, limit = peak_of(found.graphs, found.ctx).bytes, self.options.memory_limit
-        words = f"{1e3 * Foreseen(found.graphs, found.ctx).seconds:.3f} ms"
+        seconds = Foreseen(found.graphs, found.ctx).seconds
+        words = f"{1e3 * seconds:.3f} ms"
         if limit is not None and peak > limit:
-            return None, f"{words}, but it needs {peak / 1e6:.3f} MB, more than memory_limit"
-        return found, words
+            return None, seconds, f"{words}, but it needs {peak / 1e6:.3f} MB, more than memory_limit"
+        return found, seconds, words
 
     def look(self, mesh: MeshSpec) -> tuple[Attempt, Decision]:
         """The program with whole regions that the one which runs is chosen by, and what should become of them."""
