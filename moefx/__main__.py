@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,14 +115,13 @@ def plan(
                       parallel=Parallel(state=state)).changed(**(given := _given(more)))  # fmt: skip
     common = {"seq": seq, "ep": ep, "esp": esp, "layers": layers, "dtype": dtype, "options": options,
               "memory_limit": memory_limit}  # fmt: skip
-    with _progress() as say:
-        if search:
-            axes = {axis.option: given[axis.option] for axis in rooms.axes() if axis.option in given}
-            found = searched(model, machine, gpus, **common, **asked, sequences=sequences, axes=axes, say=say)
-        else:
-            named = {name: number for name, number in asked.items() if number is not None}
-            found = what_if(model, machine, gpus, **common, **named, dp=dp, whole=whole, say=say,
-                            curves=svg is not None or out is not None)  # fmt: skip
+    if search:
+        axes = {axis.option: given[axis.option] for axis in rooms.axes() if axis.option in given}
+        found = searched(model, machine, gpus, **common, **asked, sequences=sequences, axes=axes)
+    else:
+        named = {name: number for name, number in asked.items() if number is not None}
+        found = what_if(model, machine, gpus, **common, **named, dp=dp, whole=whole,
+                        curves=svg is not None or out is not None)  # fmt: skip
     _console().print(found)
     if out is not None:
         out.write_text(found.to_json(), encoding="utf-8")
@@ -164,8 +162,7 @@ def try_(
     mp: Annotated[int, typer.Option(help="Ranks that share what is not an expert.")] = 1,
 ) -> None:
     """Can moefx train this model? Compiles it without weights; prints a plan and lints. Exit code 0: yes; 1: no."""
-    with _progress() as say:
-        found = try_model(model, gpus, tokens=tokens, machine=machine, ep=ep, mp=mp, say=say)
+    found = try_model(model, gpus, tokens=tokens, machine=machine, ep=ep, mp=mp)
     _console().print(found)
     if not found.is_recognised:
         raise typer.Exit(1)
@@ -191,21 +188,6 @@ def cache(
     total = sum(entry.nbytes for entry in found)
     many = f"{len(found)} program{'s' * (len(found) != 1)}, {total / 1e6:.2f} MB" if found else "no programs"
     typer.echo(f"{many} in {path}, of at most {folder.most / 1e6:.0f} MB")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: one line that changes where that is a terminal, else a line each."""
-    console, began = Console(stderr=True, highlight=False), time.monotonic()
-
-    def words(said: str) -> str:
-        return f"{time.monotonic() - began:4.0f} s  {said}"
-
-    if not console.is_terminal:
-        yield lambda said: typer.echo(words(said), err=True)
-        return
-    with console.status("") as status:
-        yield lambda said: status.update(words(said))
 
 
 def _console() -> Console:

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from moefx import progress
 from moefx.errors import CheckpointError
 from moefx.model.api import CompiledModule
 from moefx.model.optimizer_state import check_known, drop_unsaved, to_load_into
@@ -54,6 +55,7 @@ _STEP = re.compile(r"step-(\d{6,})")
 _LEFT_BEHIND = re.compile(r"step-\d{6,}\.(tmp|old)-\w+")
 
 
+@progress.task("saving a checkpoint")
 def save(
     directory: str | os.PathLike,
     model: nn.Module,
@@ -104,6 +106,7 @@ def save(
     return target
 
 
+@progress.task("loading a checkpoint")
 def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load the newest whole checkpoint of `directory`, or the one whose own folder you give, in place. All ranks of a
     compiled model call this.

@@ -22,7 +22,7 @@ PASSES = sorted(path for path in FILES if path.name != "__init__.py" and (
 
 # The layers from the bottom; a module may import from its own and from lower ones. What is not named stands beside.
 LAYERS = [
-    {"errors", "_torch_compat", "rooms"},
+    {"errors", "_torch_compat", "rooms", "progress"},
     {"features"},
     {"axes", "uncaught"},
     {"options", "registered"},
@@ -42,7 +42,7 @@ LAYERS = [
     {"__init__", "__main__", "extend", "opt"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
-RUNTIME_IMPORTS = {"errors", "_torch_compat", "axes", "transport", "layout", "placement"}
+RUNTIME_IMPORTS = {"errors", "progress", "_torch_compat", "axes", "transport", "layout", "placement"}
 MAY_IMPORT_RUNTIME = ("features", "link", "compiler.variants", "weights", "model", "report", "checkpoint")
 MAY_IMPORT_INSIDE = {"transformers"}  # optional dependencies
 

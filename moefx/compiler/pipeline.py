@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
-from moefx import rooms
+from moefx import progress, rooms
 from moefx.analysis import kinds
 from moefx.analysis.kinds import Kinds
 from moefx.analysis.region_rows import BlockRows
@@ -246,6 +246,7 @@ class Pipeline:
         for entry in whole():
             self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
         start = time.perf_counter()
+        progress.step("differentiate")
         result = PassResult()
         equal = kinds.find(gm).several() if by_kinds() else Kinds()
         step = differentiated(gm, self.ctx, result, equal)
@@ -267,6 +268,7 @@ class Pipeline:
             return
         start = time.perf_counter()
         total = PassResult()
+        progress.step(entry.name)
         try:
             for gm in graphs.values():
                 result = entry.run(gm, self.ctx)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from moefx import _torch_compat as compat
+from moefx import progress
 from moefx.analysis import autocast
 from moefx.analysis.checking import idle_experts
 from moefx.axes import MeshSpec
@@ -290,6 +291,7 @@ class Builder:
         can_be_free = self.options.debug.dynamic and self.options.parallel.split != "s1"
 
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
+            progress.step("capture")
             with loops_tried.in_place(self.root, self.forwards):
                 captured = trace_with_numbers(
                     self.root, self.model, leaves, tree, self.home.session.device, sizes=sizes, fixed=fixed,
@@ -364,6 +366,7 @@ class Builder:
         names = [input_name(s) for s in sources]
         source, loops, symbols = {}, by_kinds(), Symbols(*(gm.graph for gm in graphs.graphs.values()))
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
+        progress.step("write the code")
         for name, gm in graphs.graphs.items():
             Linker(gm, names, device, ctx.decisions.regions.values(), self.path).run()
             source[name] = emit(gm, name, None, symbols, loops=loops, verify=chosen_level(ctx.options))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefx import progress
 from moefx.costmodel.amounts import Kind
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Segment
 from moefx.costmodel.fit import fit_alpha_beta, fit_gemm
@@ -57,6 +58,7 @@ def effort(device: torch.device, quick: bool) -> Effort:
     return Effort(SHAPES, WGRADS, MESSAGE_BYTES, 7, 2**26, ["float32", "bfloat16"], CODEC_BYTES)
 
 
+@progress.task("measuring this machine")
 def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.device | None = None,
               ranks_per_node: int | None = None) -> Machine:
     """Measure, on all ranks of the default process group if there is one. The result is the same on all of them.
@@ -67,14 +69,18 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     ranks = Ranks(device, ranks_per_node)
     how = effort(device, quick)
+    progress.step("launches of kernels")
     launch = ranks.slowest([measure_launch(device)])[0]
+    progress.step("matrix products")
     gemm = {dtype: _gemm(how, dtype, launch, ranks) for dtype in how.dtypes}
+    progress.step("memory")
     memory, rows = (2 * how.memory_bytes / seconds for seconds in ranks.slowest(
         [_memory_time(how, device), _rows_time(how, device)]))  # fmt: skip
     copies = {direction: _copies(how, direction, ranks) for direction in ("d2h", "h2d")}
     collectives: dict[Key, AlphaBeta] = {}
     interference: dict[tuple[str, str], float] = {}
     for link, group in ranks.groups.items():
+        progress.step(f"collectives {link}-node")
         for collective in ROUNDS:
             collectives[collective, link, "ring"] = _ring(how, collective, group, ranks)
         collectives["all_to_all", link, "direct"] = _all_to_all(how, ranks.splits(link), ranks)
@@ -83,6 +89,7 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
             collectives["all_to_all", link, "2dh"] = _all_to_all(how, aligned, ranks, group)
         rates = interference_of(how, ranks.splits(link), ranks)
         interference[COMPUTE, link], interference[link, COMPUTE] = rates
+    progress.step("computation beside copies and exchanges")
     for direction in copies:
         interference |= copies_beside(how, direction, ranks)
     rho, *rates = both_links(how, ranks)

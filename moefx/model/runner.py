@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
+from moefx import progress
 from moefx.capture.inputs import CallKey, call_key, flatten_call
 from moefx.capture.numbers import Key
 from moefx.compiler.choosing import Attempt
@@ -130,7 +131,8 @@ class Runner:
             if not free:
                 self._check_changes(key)
                 self._check_numbers(key)
-            with self._making(key):
+            what = f"compiling {self.path or type(self.module).__name__} for {key.mode}"
+            with progress.task(what), self._making(key):
                 variant = self.builder.build(leaves, spec, key, changed, self.arm, free)
             found = self._put(variant, key)
             self._constant |= free - variant.numbers.keys.keys()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from moefx import progress
 from moefx.errors import UnsupportedUse
 from moefx.model import state_dicts
 from moefx.model.stand_in import StandIn
@@ -20,6 +21,7 @@ class Valued(StandIn):
     """A stand-in whose parameters are spread over the ranks of a session. `_pending`: names of those on the meta
     device."""
 
+    @progress.task("giving the model its values")
     def materialize(self, source: weights.InitFn | str | os.PathLike, *, init_fn: weights.InitFn | None = None,
                     seed: int = 0) -> None:  # fmt: skip
         """Give a model that was compiled on the meta device its values; a collective of all ranks.
@@ -61,6 +63,7 @@ class Valued(StandIn):
         CheckpointError on all ranks, and DivergenceError if copies of parameters differ."""
         self._save(Path(folder), max_file_bytes=max_file_bytes)
 
+    @progress.task("writing the model")
     def _save(self, folder: Path, max_file_bytes: int = weights.FILE_BYTES, replace: bool = False) -> None:
         self._check_values()
         self._replicas.check(self._homes)

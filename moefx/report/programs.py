@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from moefx import rooms
+from moefx import progress, rooms
 from moefx.axes import MeshSpec
 from moefx.costmodel.machine import Machine
 from moefx.options import Options
@@ -19,8 +19,6 @@ from moefx.report.described import Described
 from moefx.report.layers import cut, layers_of
 from moefx.report.one_look import PHASES, Look, at_batch, linear, look
 from moefx.report.within import STEPS, Counts, Tries, Within
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -125,7 +123,7 @@ class Programs:
 
 
 def compiled(what: Described, sizes: Mapping[str, int], options: Options, machine: Machine, *, whole: bool = False,
-             only_base: bool = False, say: Say = lambda words: None) -> Programs:  # fmt: skip
+             only_base: bool = False) -> Programs:  # fmt: skip
     """whole: compile all layers. only_base: none with one layer more, so that nothing is said of the model. The first
     program says how experts are spread. Raises what compiling raises."""
     layers, took = layers_of(what.module), []
@@ -133,9 +131,10 @@ def compiled(what: Described, sizes: Mapping[str, int], options: Options, machin
 
     def one(places: Sequence[int]) -> Look:
         nonlocal options
-        say(f"compiling {f'{len(places)} of {layers.count}' if is_cut else 'all'} layers on {_words(sizes, options)}")
+        many = f"{len(places)} of {layers.count}" if is_cut else "all"
         began = time.perf_counter()
-        found = look(cut(what.module, layers if is_cut else None, places), sizes, options, what.args, what.kwargs)
+        with progress.task(f"{many} layers on {_words(sizes, options)}"):
+            found = look(cut(what.module, layers if is_cut else None, places), sizes, options, what.args, what.kwargs)
         took.append((len(places), time.perf_counter() - began))
         mesh = found.attempt.ctx.mesh
         if mesh.is_folded:

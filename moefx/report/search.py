@@ -20,7 +20,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from moefx import rooms
+from moefx import progress, rooms
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.optimizer import held
 from moefx.errors import MoefxError
@@ -28,7 +28,7 @@ from moefx.options import Options
 from moefx.planning.folding import SIMPLER, Layer, folds
 from moefx.report.described import Described, described
 from moefx.report.one_look import nobody
-from moefx.report.programs import Programs, Say, compiled
+from moefx.report.programs import Programs, compiled
 from moefx.report.reports import Printed
 from moefx.report.what_if import Plan, asked, check_counts, machine_named, mesh_of, plan_of
 from moefx.report.words import gb, ms, percent
@@ -119,8 +119,8 @@ def flags_of(plan: Plan) -> list[str]:
 def search(model: Any, machine: str | Path | Machine, ranks: int, *, memory_limit: float | None, seq: int = 4096,
            batch: int | None = None, accumulate: int | None = None, mp: int | None = None, ep: int | None = None,
            esp: int | None = None, sequences: int | None = None, layers: int | None = None, dtype: str = "bfloat16",
-           options: Options | None = None, axes: Mapping[str, Any] = _NOTHING, meshes: int = MESHES,
-           say: Say = lambda words: None) -> Found:  # fmt: skip
+           options: Options | None = None, axes: Mapping[str, Any] = _NOTHING,
+           meshes: int = MESHES) -> Found:  # fmt: skip
     """What is named is kept to, what is None is searched; else as `moefx.plan`. axes: of options that are searched
     (`rooms.Axis`), those that are kept to. sequences: of a step on all ranks, so
     that a batch says how many micro-batches there are. meshes: how many to compile for, at most. Raises MoefxError,
@@ -132,8 +132,8 @@ def search(model: Any, machine: str | Path | Machine, ranks: int, *, memory_limi
     machine = machine_named(machine)
     mesh_of(ranks, machine, dp=None, mp=mp or 1, ep=ep, esp=esp)
     what = described(model, batch or 1, seq, layers=layers, dtype=dtype)
-    one = _Search(what, machine, ranks, options or Options(), memory_limit, batch, accumulate, sequences, meshes, say)
-    with nobody(ranks):
+    one = _Search(what, machine, ranks, options or Options(), memory_limit, batch, accumulate, sequences, meshes)
+    with nobody(ranks), progress.task(f"searching for {what.title}"):
         return one.run(Where(mp, ep, esp, axes))
 
 
@@ -148,24 +148,23 @@ class _Search:
     accumulate: int | None
     sequences: int | None
     meshes: int
-    say: Say
 
     def run(self, asked_for: Where) -> Found:
         plans: list[Plan] = []
         failed: list[tuple[str, str]] = []
         simplest = Where(1, 1, 1, {axis.option: axis.default for axis in rooms.axes()})
-        facts = facts_of(self._compiled(simplest, "first look: ", only_base=True))
+        facts = facts_of(self._compiled(simplest, only_base=True))
         wanted = list(candidates(facts, self.machine, self.ranks, self.limit, asked_for))
         if not wanted:
             raise MoefxError(f"no mesh of {self.ranks} ranks and {gb(self.limit)} has room for weights, gradients and "
                              f"state: experts take {gb(facts.experts)} in all, what else there is {gb(facts.dense)}",
                              where="plan", hint="more ranks, a narrower --state, or another --ep")  # fmt: skip
         for number, where in enumerate(wanted[: self.meshes], 1):
-            said = f"mesh {number} of {min(len(wanted), self.meshes)}: "
-            try:
-                found, why = self._plans(self._compiled(where, said), said)
-            except MoefxError as error:
-                found, why = [], error.what
+            with progress.task(f"mesh {number} of {min(len(wanted), self.meshes)}"):
+                try:
+                    found, why = self._plans(self._compiled(where))
+                except MoefxError as error:
+                    found, why = [], error.what
             plans += found
             failed += [(str(where), why)] if not found else []
         if not plans:
@@ -175,13 +174,12 @@ class _Search:
         plans.sort(key=lambda plan: (-plan.tokens_per_s, plan.accumulate, plan.batch))
         return Found(tuple(plans), tuple(failed), max(0, len(wanted) - self.meshes), self.limit)
 
-    def _compiled(self, where: Where, said: str, *, only_base: bool = False) -> Programs:
+    def _compiled(self, where: Where, *, only_base: bool = False) -> Programs:
         sizes, ep, esp = mesh_of(self.ranks, self.machine, dp=None, mp=where.mp, ep=where.ep, esp=where.esp)
         options = asked(self.options, self.machine, ep=ep, esp=esp, **where.options)
-        return compiled(self.what, sizes, options, self.machine, only_base=only_base,
-                        say=lambda words: self.say(said + words))  # fmt: skip
+        return compiled(self.what, sizes, options, self.machine, only_base=only_base)
 
-    def _plans(self, programs: Programs, said: str) -> tuple[list[Plan], str]:
+    def _plans(self, programs: Programs) -> tuple[list[Plan], str]:
         """The best of every batch that fits; and why the next one does not."""
         found: list[Plan] = []
         first, why = self.batch or programs.batch, "no batch divides the sequences of a step"
@@ -190,7 +188,7 @@ class _Search:
             ways = self._accumulate(batch, programs.mesh.size("data"))
             if not ways:
                 continue
-            self.say(f"{said}batch {batch}")
+            progress.step(f"batch {batch}")
             priced, some = programs.at(batch), []
             for n in ways if priced is not None else ():
                 try:

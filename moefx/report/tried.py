@@ -7,7 +7,7 @@ rank 0 of so many, nothing is run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
+from moefx import progress
 from moefx.analysis.lints.lint import Lint
 from moefx.costmodel.machine import Machine
 from moefx.errors import MoefxError
@@ -72,8 +73,7 @@ class Tried:
 
 
 def try_model(model: Any, ranks: int = 8, *, tokens: int = 4096, machine: str | Path | Machine = MACHINE,
-              ep: int | None = None, mp: int = 1, dtype: str = "bfloat16",
-              say: Callable[[str], None] = lambda words: None) -> Tried:  # fmt: skip
+              ep: int | None = None, mp: int = 1, dtype: str = "bfloat16") -> Tried:  # fmt: skip
     """model: as `moefx.plan` takes it. ranks, ep, mp, machine: of the cluster. tokens: of one rank. A balance loss that
     the config knows is turned on, since it is looked at, too.
 
@@ -87,15 +87,16 @@ def try_model(model: Any, ranks: int = 8, *, tokens: int = 4096, machine: str | 
     layers = layers_of(what.module)
     few = cut(what.module, layers, layers.one_of_each if layers else ())
     found: dict[str, Any] = {"experts": {}}
-    say("capturing")
-    try:
-        found["lints"] = tuple(lint(few, *what.args, **what.kwargs))
-        with nobody(ranks):
-            programs = compiled(what, sizes, asked(None, cluster, ep=ep, esp=esp), cluster, say=say)
-            say("choosing")
-            found |= {"plan": plan_of(programs, None, 1), "experts": _experts(programs)}
-    except MoefxError as error:
-        found["refusal"] = error
+    with progress.task(f"trying {what.title}"):
+        try:
+            progress.step("looking for lints")
+            found["lints"] = tuple(lint(few, *what.args, **what.kwargs))
+            with nobody(ranks):
+                programs = compiled(what, sizes, asked(None, cluster, ep=ep, esp=esp), cluster)
+                progress.step("choosing")
+                found |= {"plan": plan_of(programs, None, 1), "experts": _experts(programs)}
+        except MoefxError as error:
+            found["refusal"] = error
     number = sum(p.numel() for p in what.module.parameters())
     return Tried(what.title, ranks, number, layers.count if layers else 0, len(layers.kinds) if layers else 0,
                  time.monotonic() - began, notes=(*what.notes, *notes), **found)  # fmt: skip

@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moefx import progress
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.machines import PRESETS, preset
 from moefx.errors import MeshError
@@ -137,8 +138,7 @@ class Plan(Printed):
 def plan(model: Any, machine: str | Path | Machine, ranks: int, *, batch: int = 1, seq: int = 4096,
          dp: int | None = None, mp: int = 1, ep: int | None = None, esp: int | None = None, accumulate: int = 1,
          memory_limit: float | None = None, layers: int | None = None, dtype: str = "bfloat16",
-         options: Options | None = None, whole: bool = False, curves: bool = True,
-         say: Callable[[str], None] = lambda words: None) -> Plan:  # fmt: skip
+         options: Options | None = None, whole: bool = False, curves: bool = True) -> Plan:  # fmt: skip
     """Predict time, memory and choices on a cluster that you only describe. `python -m moefx plan` does the same.
 
     model: a module, (module, example inputs), a function that returns one of these, a config of transformers, or a
@@ -151,7 +151,7 @@ def plan(model: Any, machine: str | Path | Machine, ranks: int, *, batch: int = 
     memory_limit: bytes of a rank for everything in `Plan.memory`; decides what is kept for the backward.
     layers: in place of the config's number. whole: compile all of them, and extrapolate nothing.
     dtype: of weights and gradients. options: what else to compile with; `Parallel.state` is the optimizer's.
-    curves: also price other batches, for `Plan.draw`. say: called with words on the progress.
+    curves: also price other batches, for `Plan.draw`.
     Raises MoefxError for unknown names, with the nearest, and for too little memory, with what would fit; MeshError for
     sizes that do not divide; UnsupportedUse if torch.distributed is in use. It leaves nothing of torch.distributed.
     """
@@ -159,9 +159,9 @@ def plan(model: Any, machine: str | Path | Machine, ranks: int, *, batch: int = 
     sizes, ep, esp = mesh_of(ranks, found, dp=dp, mp=mp, ep=ep, esp=esp)
     check_counts(accumulate=accumulate, batch=batch, seq=seq)
     what = described(model, batch, seq, layers=layers, dtype=dtype)
-    with nobody(ranks):
-        programs = compiled(what, sizes, asked(options, found, ep=ep, esp=esp), found, whole=whole, say=say)
-        say("choosing")
+    with nobody(ranks), progress.task(f"planning {what.title}"):
+        programs = compiled(what, sizes, asked(options, found, ep=ep, esp=esp), found, whole=whole)
+        progress.step("choosing")
         return plan_of(programs, memory_limit, accumulate, curves=curves)
 
 

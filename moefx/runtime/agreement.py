@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefx import progress
 from moefx.errors import DivergenceError
 from moefx.layout import Layout
 from moefx.runtime.session import Session
@@ -26,6 +27,7 @@ def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str, why: s
     """
     if session.size(axes) == 1 or session.is_fake:
         return [fact]
+    progress.step(what)
     found: list[Any] = [None] * session.size(axes)
     group = session.group(axes, "compile")
     with session.guard(what + why, axes):

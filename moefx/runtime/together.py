@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from moefx import progress
 from moefx.errors import CheckpointError
 from moefx.runtime import agreement
 from moefx.runtime.session import Session
@@ -32,6 +33,7 @@ class Ranks:
     def each(self, doing: str, work: Callable[[], _T]) -> _T:
         """`work()` on every rank. Raises CheckpointError on all ranks if it raises on one."""
         error, result = None, None
+        progress.step(doing)
         try:
             result = work()
         except Exception as caught:

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moefx import progress
 from moefx.errors import CheckpointError, UnsupportedUse
 from moefx.layout import Layout
 from moefx.link.program import Home
@@ -86,7 +87,9 @@ def initialise(home: Home, init_fn: InitFn, names: list[str], seed: int) -> list
     left: list[str] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
-        for path, module in home.model.named_modules():
+        modules = [*home.model.named_modules()]
+        for number, (path, module) in enumerate(modules):
+            progress.step(path, number, len(modules))
             params = {n: p for n, p in module._parameters.items() if p is not None}
             buffers = {n: b for n, b in module._buffers.items() if b is not None}
             prefix = f"{path}." if path else ""
@@ -226,7 +229,9 @@ def read(home: Home, path: Path) -> list[str]:
     recipes = transformers_weights.recipes(home.model, files.names)
     saved = home.model.state_dict()
     filled, missing = [], []
-    for name, target in [*home.model.named_parameters(), *home.model.named_buffers()]:
+    targets = [*home.model.named_parameters(), *home.model.named_buffers()]
+    for number, (name, target) in enumerate(targets):
+        progress.step(name, number, len(targets))
         aliases = [n for n, p in home.params.items() if p is target] or [name]
         known = next((recipes[alias] for alias in aliases if alias in recipes), None)
         if known is not None:
@@ -303,7 +308,8 @@ def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int, replace: 
             total += size
 
     try:
-        for group in groups:
+        for number, group in enumerate(groups):
+            progress.step(group[0][0], number, len(groups))
             values = {}
             for name, tensor in group:
                 whole = _gathered(home.session, ranks, name, tensor)
