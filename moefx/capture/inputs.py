@@ -8,7 +8,7 @@ batches run the same program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,6 +50,15 @@ class CallKey:
     def mode(self) -> str:
         """In words, for messages."""
         return f"{'training' if self.training else 'evaluation'} with{'' if self.grad else 'out'} gradients"
+
+
+def tokens_in(leaves: Iterable[Any]) -> int:
+    """Tokens of a call: places of its first tensor of two dims or more, without the last dim if its numbers are
+    floating; 0 without such a tensor."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() > 1:
+            return leaf.numel() // (leaf.shape[-1] or 1) if leaf.is_floating_point() else leaf.numel()
+    return 0
 
 
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list[Any], Any]:

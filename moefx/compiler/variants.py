@@ -21,7 +21,7 @@ from moefx.analysis import autocast
 from moefx.analysis.checking import idle_experts
 from moefx.axes import MeshSpec
 from moefx.capture import expert_modules, loops_tried, small_sizes
-from moefx.capture.inputs import CallKey, Fixed, sizes_of, symbolic_dims
+from moefx.capture.inputs import CallKey, Fixed, sizes_of, symbolic_dims, tokens_in
 from moefx.capture.numbers import Key
 from moefx.capture.trace import Captured, Source, trace
 from moefx.capture.with_numbers import trace_with_numbers
@@ -48,6 +48,7 @@ from moefx.options import Arm, Options, by_kinds
 from moefx.planning.limits import check_memory
 from moefx.planning.placing import costs_of
 from moefx.planning.planner import Caches, Decision
+from moefx.planning.pricing import Prices
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
 
@@ -378,16 +379,16 @@ class Builder:
             backward or "",
             functools.partial(relink, scheduled, ctx, names, len(graphs.saved), self.path, device, loops),
         )
-        functions, axes = {"forward": code.forward, "backward": code.backward}, ctx.mesh.root
-        pipeline.checks.emitted(replace(graphs, **scheduled),
-                                lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
-        shapes = [str(self.home.describe(s)) for s in sources]
+        functions = {"forward": code.forward, "backward": code.backward}
+        step = replace(graphs, **scheduled)
+        pipeline.checks.emitted(step, lambda graph, inputs: rehearsal.run(functions[graph], inputs, ctx.mesh.root))
         left_out = ctx.stacks_left_out()
-        number = digest(self.path, *source.values(), *shapes, str(left_out))
-        costs = costs_of(replace(graphs, **scheduled), ctx)
+        number = digest(self.path, *source.values(), *(str(self.home.describe(s)) for s in sources), str(left_out))
+        costs = costs_of(step, ctx)
         regions = [replace(facts, costs=costs.get(facts.of)) for _, facts in sorted(ctx.decisions.regions.items())]
         draws = any(randomness.draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
-        program = Program(self.home, graphs, code, sources, number, regions, left_out, draws)
+        at_peak = Prices(step, ctx).peak_seconds() / (tokens_in(leaves) or 1)
+        program = Program(self.home, graphs, code, sources, number, regions, left_out, draws, at_peak)
         # Only now: differentiation may fix sizes, too.
         guard = captured.guard(functools.partial(self._with_ones, captured.recording,
                                                  frozenset(captured.numbers.keys), tree, key))

@@ -121,6 +121,12 @@ def amounts_of(node: Node) -> Amounts:
     )  # fmt: skip
 
 
+def product_flops(node: Node, sizes: Mapping[str, float]) -> float:
+    """Operations of a matrix product, multiply and add counted apart; zero for any other node."""
+    amounts = amounts_of(node)
+    return at(amounts.volume.flops, sizes) if amounts.kind in (Kind.GEMM, Kind.GROUPED_GEMM) else 0.0
+
+
 def at(amount: sympy.Expr | float, sizes: Mapping[str, float]) -> float:
     """A formula's value where its symbols have these `sizes` (by name). Raises MoefxError naming what is missing."""
     if isinstance(amount, (int, float)):

@@ -199,11 +199,12 @@ class Program:
 
     def __init__(self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int,
                  regions: list[Any], left_out: Mapping[tuple[str, ...], Collection[int]] | None = None,
-                 draws: bool = False) -> None:  # fmt: skip
-        """draws: whether it draws random numbers."""
+                 draws: bool = False, peak_s_per_token: float = 0.0) -> None:  # fmt: skip
+        """draws: whether it draws random numbers. peak_s_per_token: that the machine takes for all matrix products at
+        its peak, at the sizes that the program was compiled with; zero: no machine was named."""
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions, self.left_out = sources, regions, left_out or {}
-        self.draws = draws
+        self.draws, self.peak_s_per_token = draws, peak_s_per_token
         self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None

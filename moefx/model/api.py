@@ -19,7 +19,7 @@ from moefx.compiler.variants import Builder
 from moefx.errors import CaptureError, DivergenceError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of
-from moefx.model import by_block, generation, guards, state_dicts
+from moefx.model import by_block, generation, guards, metrics, state_dicts
 from moefx.model.moves import Moves, Owners
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
@@ -133,6 +133,7 @@ class CompiledModule(Valued):
             _loops=None,
             _data_mesh=None,
             _profile=None,  # the last one, for reports
+            _pace=metrics.Pace(),
             _params=list(model.parameters()),
             _intact=guards.Intact(model),
             _plain=guards.Plain(model),
@@ -198,6 +199,7 @@ class CompiledModule(Valued):
             follower.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
         self._session.placements.begin_call(self._session, is_training=self.training and torch.is_grad_enabled())
         self._session.trace, self._session.waits = [], {}
+        self._pace.begin_call((args, kwargs), self._variants, trains=self.training and torch.is_grad_enabled())
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
             self._try_loops(args, kwargs)
@@ -360,6 +362,13 @@ class CompiledModule(Valued):
         This call reads from the device. It does not communicate: every rank may ask alone.
         """
         return {name: found for runner in self._runners for name, found in runner.moe_stats().items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step, flat, for a logger. [All names](guide/metrics.md). Reads from the device; does not
+        communicate: every rank may ask alone, and has its own figures."""
+        at_peak = sum(runner.last[0].program.peak_s_per_token for runner in self._runners if runner.last)
+        return (metrics.of_step(self.moe_stats(), self._session.device)
+                | metrics.of_loop(self._pace, self._spec.size("data"), at_peak, self._profile))  # fmt: skip
 
     # ---- gradients
 

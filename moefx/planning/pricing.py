@@ -23,7 +23,7 @@ from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.alltoall import Algorithm
-from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
+from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at, product_flops
 from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, NESTED, LayerTimes, restoring, schemoe_layer
 from moefx.costmodel.machine import Machine
@@ -258,6 +258,14 @@ class Prices:
     @cached_property
     def sizes(self) -> dict[str, float]:
         return typical_sizes(self.graphs.graphs.values(), self.ctx)
+
+    def peak_seconds(self) -> float:
+        """Of all matrix products, each at the machine's peak; zero where no machine was named."""
+        if self.ctx.machine is None:
+            return 0.0
+        return sum(flops / self.machine.gemm_model(amounts_of(node).dtype).peak_flops_per_s
+                   for gm in self.graphs.graphs.values() for node in gm.graph.nodes
+                   if (flops := product_flops(node, self.sizes)))  # fmt: skip
 
     def __call__(self, node: Node) -> float:
         if node.target is wait:

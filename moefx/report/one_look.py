@@ -17,7 +17,7 @@ from torch.fx import Node
 from moefx import _torch_compat as compat
 from moefx.analysis.tasks import stage_of
 from moefx.compiler.choosing import Attempt
-from moefx.costmodel.amounts import Kind, amounts_of, at
+from moefx.costmodel.amounts import Kind, amounts_of, at, product_flops
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.optimizer import master, moments, moved
 from moefx.costmodel.tasks import COMPUTE
@@ -91,7 +91,7 @@ def numbers_of(attempt: Attempt, decision: Decision) -> Numbers:
                       if node.target is start and stage_of(node) in BACKGROUND]  # fmt: skip
         beside = sum(seconds for _, seconds in background)
         found[f"once.{name}"] = sum(seconds for stage, seconds in background if stage is Stage.GRADIENT)
-        found[f"flops.{name}"] = sum(_flops(node, prices.sizes) for node in gm.graph.nodes)
+        found[f"flops.{name}"] = sum(product_flops(node, prices.sizes) for node in gm.graph.nodes)
         serial = 0.0
         for node in outside(gm.graph.nodes, ctx, planned):
             if node.target is start and unsplit(node)[0].queue_of(unsplit(node)[1]) == WEIGHTS:
@@ -104,11 +104,6 @@ def numbers_of(attempt: Attempt, decision: Decision) -> Numbers:
                                           if graph == name and queue != COMPUTE), default=0.0) for each in chosen)
         found[f"beside.{name}"] = beside
     return found | _bytes(attempt, prices.sizes) | _peaks(attempt, prices.sizes)
-
-
-def _flops(node: Node, sizes: Mapping[str, float]) -> float:
-    amounts = amounts_of(node)
-    return at(amounts.volume.flops, sizes) if amounts.kind in (Kind.GEMM, Kind.GROUPED_GEMM) else 0.0
 
 
 def _reduction_s(node: Node, prices: Prices) -> float:

@@ -204,7 +204,7 @@ def test_the_picture_has_all_of_its_title_names_axes_and_tells_curves_apart(tmp_
 
 
 def search_of(programs, limit, **changes):
-    given = {"batch": None, "accumulate": None, "sequences": None, "meshes": 1, "say": lambda words: None, **changes}
+    given = {"batch": None, "accumulate": None, "sequences": None, "meshes": 1, **changes}
     return searching._Search(programs.what, H100, 64, Options(), limit, **given)
 
 
@@ -233,7 +233,7 @@ def test_a_search_keeps_to_the_limit_and_has_the_fastest_first(programs, free, m
 
 
 def test_a_search_may_keep_to_the_sequences_of_a_step(programs):
-    plans, _ = search_of(programs, 1e12, sequences=64 * 8)._plans(programs, "")
+    plans, _ = search_of(programs, 1e12, sequences=64 * 8)._plans(programs)
     assert {plan.batch[0] * plan.accumulate for plan in plans} == {8}
     assert {plan.batch[0] for plan in plans} <= {2, 4, 8}
 
@@ -264,12 +264,11 @@ def test_a_search_needs_a_limit():
 # The command
 
 
-def test_the_command_hands_on_its_flags_and_tells_its_progress_apart(monkeypatch, free):
+def test_the_command_hands_on_its_flags(monkeypatch, free):
     asked_for = {}
 
-    def stand_in(model, machine, gpus, *, say, **given):
+    def stand_in(model, machine, gpus, **given):
         asked_for.update(given)
-        say("compiling 1 of 3 layers")
         return free
 
     monkeypatch.setattr(command, "what_if", stand_in)
@@ -280,6 +279,4 @@ def test_the_command_hands_on_its_flags_and_tells_its_progress_apart(monkeypatch
     assert asked_for["accumulate"] == 4
     assert asked_for["options"] == Options.named(chunks=2, alltoall="2dh", keep="lean", placement="balanced",
                                            state="bfloat16", shard_dense=True)  # fmt: skip
-    assert "compiling 1 of 3 layers" in out.stderr
-    assert "compiling 1 of 3 layers" not in out.stdout
     assert "tokens/s" in out.stdout

@@ -57,7 +57,8 @@ def _once(original: Any) -> Any:
             raise made[place]
         variant, outcome = made[place]
         p = variant.program
-        mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions, p.left_out, p.draws)
+        mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions, p.left_out, p.draws,
+                       p.peak_s_per_token)  # fmt: skip
         guard = copy.copy(variant.guard)
         guard._known, guard._of_ones, guard._with_ones = {}, [], with_ones(self, place, variant.guard._with_ones.args)
         numbers = replace(variant.numbers, read=variant.state.of(self.model).value)

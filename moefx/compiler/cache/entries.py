@@ -52,6 +52,7 @@ def written(variant: Variant, leaves: list[Any], tree: Any, teller: Teller, name
         "name": name, "model": type(program.home.model).__name__, "made": time.time(), "digest": program.digest,
         "forward": program.code.forward_source, "backward": program.code.backward_source, "relinked": {},
         "graphs": {each: encoded(getattr(program.graphs, each)) for each in _INDICES}, "draws": program.draws,
+        "peak_s_per_token": program.peak_s_per_token,
         "sources": encoded(program.sources), "regions": encoded(regions),
         "left_out": encoded({names: tuple(readers) for names, readers in program.left_out.items()}),
         "mesh": encoded(variant.mesh), "expert_buffers": encoded(variant.expert_buffers),
@@ -77,7 +78,7 @@ def read(data: Mapping[str, Any], home: Home, key: CallKey, teller: Teller,
     code = Code(load(data["forward"], "forward"), data["forward"],
                 load(data["backward"], "backward") if data["backward"] else None, data["backward"])  # fmt: skip
     program = Program(home, graphs, code, decoded(data["sources"]), data["digest"], decoded(data["regions"]),
-                      decoded(data["left_out"]), data["draws"])  # fmt: skip
+                      decoded(data["left_out"]), data["draws"], data["peak_s_per_token"])  # fmt: skip
     guard = _read_guard(data["guard"], lambda leaves: Verdict(making.guard().complaint(leaves)))
     return Variant(
         key, program, guard, state, packing.packer(data["packing"], state), making, Numbers(), {}, None,
