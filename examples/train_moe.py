@@ -126,9 +126,9 @@ def resume(trainer: Trainer, args: argparse.Namespace) -> int:
 
 
 def data_settings(args: argparse.Namespace) -> dict:
-    """What decides which batch comes when."""
-    return {"seed": args.seed, "batch": args.batch, "seq": args.seq, "accumulate": args.accumulate,
-            "readers": dist.get_world_size() // args.mp}  # fmt: skip
+    """What decides which sequences a step has: as many of them may be read by more ranks, a few each."""
+    readers = dist.get_world_size() // args.mp
+    return {"seed": args.seed, "seq": args.seq, "accumulate": args.accumulate, "sequences": args.batch * readers}
 
 
 def train(trainer: Trainer, first: int, batches: Batches, device: torch.device) -> list[float]:

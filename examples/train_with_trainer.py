@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from corpus import counting
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainerCallback, TrainingArguments
 
@@ -40,13 +41,6 @@ class Resumable(TrainerCallback):
             held["lr_scheduler"].load_state_dict(found["extra"])
 
 
-def sequences(number: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Rows that count upwards, each from a number of its own."""
-    starts = torch.randint(0, 64, (number,), generator=torch.Generator().manual_seed(seed))
-    tokens = (starts[:, None] + torch.arange(16)) % 64
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", default="runs/trainer")
@@ -64,7 +58,7 @@ def main() -> None:
         learning_rate=1e-2, logging_steps=10, eval_strategy="steps", eval_steps=20, save_steps=20,
         save_only_model=True, use_cpu=True, report_to=[],
     )  # fmt: skip
-    trainer = Trainer(model=model, args=args, train_dataset=sequences(1024, 0), eval_dataset=sequences(64, 1),
+    trainer = Trainer(model=model, args=args, train_dataset=counting(1024, seed=0), eval_dataset=counting(64, seed=1),
                       callbacks=[Resumable()])  # fmt: skip
     trainer.train(resume_from_checkpoint=given.resume)
     trainer.save_model(f"{given.folder}/trained")
