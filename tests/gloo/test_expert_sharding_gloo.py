@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import moefx
 from tests.gloo.test_checkpoint import load_and_compare, save_trained
 from tests.support.families import case_of, tiny_config
-from tests.support.models import CASES, chosen, shallow
+from tests.support.models import CASES, shallow
 from tests.support.parity import compare, outputs_of, parameters, routing
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, check_accumulation, check_training, reference_training, steps_of
@@ -24,7 +24,8 @@ BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 FIXED = moefx.Options.named(dynamic=False)
 
 
-@pytest.mark.parametrize("name", chosen(["separate"], ["stacked", "separate"]))
+@pytest.mark.full  # those of folded meshes move in test_folded_meshes_gloo
+@pytest.mark.parametrize("name", ["stacked", "separate"])
 def test_checkpoints_move_between_meshes(name, tmp_path):
     _, expected = run_ranks(4, save_trained, EP2_ESP2, name, str(tmp_path))[0]
     for layout in (EP2, ESP2):
@@ -37,6 +38,7 @@ def test_training():
     run_ranks(4, check_training, EP2_ESP2, case, reference_training(case, 4))
 
 
+@pytest.mark.full  # of ranks that are threads in test_tensor_parallelism, whose experts are cut over mp
 def test_accumulation():
     case = shallow("gpt_oss-grouped_mm")
     run_ranks(2, check_accumulation, ESP2, case, steps_of(case, [[(2, 8), (1, 6)]] * 3))

@@ -119,7 +119,7 @@ def _ours(read: list[str], path: str) -> set[str]:
     return {name.removeprefix(path) for name in read if name.startswith(path)}
 
 
-@pytest.mark.parametrize("family", chosen(["mixtral", "gpt_oss"], ["mixtral", "gpt_oss", "deepseek_v3", "jamba"]))
+@pytest.mark.parametrize("family", chosen(["mixtral"], ["mixtral", "gpt_oss", "deepseek_v3", "jamba"]))
 def test_every_rank_reads_its_own_experts_and_files_stay_as_they_are(family, tmp_path):
     model = AutoModelForCausalLM.from_config(config_of(family)).train()
     model.save_pretrained(tmp_path)
