@@ -1,6 +1,8 @@
 """Check the prose of what users read: proselint, and a small style of our own.
 
-    python docs/prose.py [page ..]        list the findings; without pages, of every page that users read
+    python docs/prose.py [page ..]        list the findings; without pages, of all that users read
+
+What moefx says itself, in errors, hints, warnings and the help of commands, has to keep to the style, too.
 
 Code, tables' rulers, links' targets and headings are no prose. The style: sentences of at most `LONGEST` words, no more
 than `PASSIVE` of a page's sentences in the passive voice, and none of the `BANNED` words.
@@ -8,6 +10,7 @@ than `PASSIVE` of a page's sentences in the passive voice, and none of the `BANN
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -50,6 +53,8 @@ BANNED = {
 # repeated words where code was taken out.
 OFF = ("typography.", "lexical_illusions", "misc.phrasal_adjectives", "spelling.consistency", "misc.capitalization",
        "weasel_words", "industrial_language.jargon", "restricted.", "annotations")  # fmt: skip
+
+SAY = ("UnsupportedUse", "warn", "tell", "Finding", "Option", "Argument")  # besides errors
 
 _IRREGULAR = ("built|bound|brought|caught|chosen|cut|done|drawn|driven|fed|found|given|gone|held|hidden|kept|known|"
               "laid|left|lent|lost|made|met|paid|put|read|run|said|seen|sent|set|shown|shut|sold|split|spent|spread|stuck|"
@@ -125,6 +130,28 @@ def by_proselint(text: str) -> Iterator[tuple[int, str]]:
             yield found.pos[0], f"{check.check_path}: {check.message}"
 
 
+def said() -> list[str]:
+    """Findings in what errors, hints, warnings and the help of commands say."""
+    found = []
+    for path in sorted((ROOT / "moefx").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+            if name in SAY or name.endswith("Error"):
+                texts = filter(None, map(_literal, [*node.args, *(each.value for each in node.keywords)]))
+                found += [f"{path.relative_to(ROOT)}:{node.lineno}: {words}" for text in texts
+                          for _, words in own_style(text)]  # fmt: skip
+    return found
+
+
+def _literal(node: ast.AST) -> str:
+    """The text of a string, with CODE for what is put into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_literal, node.values))
+    if isinstance(node, ast.BinOp):
+        return _literal(node.left) + _literal(node.right)
+    return "CODE" if isinstance(node, ast.FormattedValue) else str(getattr(node, "value", ""))
+
+
 def findings(pages: Iterable[Path]) -> list[str]:
     found = []
     for page in pages:
@@ -135,6 +162,6 @@ def findings(pages: Iterable[Path]) -> list[str]:
 
 
 if __name__ == "__main__":
-    listed = findings([Path(name).resolve() for name in sys.argv[1:]] or PAGES)
+    listed = findings(Path(name).resolve() for name in sys.argv[1:]) if sys.argv[1:] else [*findings(PAGES), *said()]
     print("\n".join([*listed, f"{len(listed)} findings"]))
     sys.exit(bool(listed))

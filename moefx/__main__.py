@@ -86,7 +86,7 @@ def plan(
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step. Default: 1; searched.")] = None,
     sequences: Annotated[int | None, typer.Option(help="Of a step on all ranks: what a search keeps to.")] = None,
     dp: Annotated[int | None, typer.Option(help="Default: what mp leaves.")] = None,
-    mp: Annotated[int | None, typer.Option(help="Ranks that share what is no expert. Default: 1; searched.")] = None,
+    mp: Annotated[int | None, typer.Option(help="Ranks that share all except experts. Default: 1; searched.")] = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over. Default: planned.")] = None,
     esp: Annotated[int | None, typer.Option(help="Ranks that an expert is cut over. Default: planned.")] = None,
     memory_limit: Annotated[float | None, typer.Option(help="Bytes of a rank, such as 80e9.")] = None,

@@ -211,11 +211,11 @@ class OneExpert(ObservedList):
 
 
 @pytest.mark.parametrize(("layer", "what", "hint"), [
-    (ObservedStack, r"weights of experts are computed of `mlp\.observer\.largest`, which the forward writes to",
+    (ObservedStack, r"weights of experts are computed from `mlp\.observer\.largest`, which the forward writes to",
      "between two steps"),
-    (ObservedList, r"weights of experts are computed of `mlp\.experts\.0\.0\.observer\.largest`, which the forward",
+    (ObservedList, r"weights of experts are computed from `mlp\.experts\.0\.0\.observer\.largest`, which the forward",
      "between two steps"),
-    (OneExpert, "no per-expert parameter was found", "use two experts or more"),
+    (OneExpert, "no expert.s parameter depends on it", "use two experts or more"),
 ])  # fmt: skip
 def test_refusals_say_what_to_do(layer, what, hint):
     def build() -> nn.Module:

@@ -43,6 +43,10 @@ def test_prose(page):
     assert not prose.findings([page])
 
 
+def test_what_moefx_says():
+    assert not prose.said()
+
+
 def test_the_prose_checker_finds():
     lines = ["# Simply ignored", "", "`simply` too. It is computed of rows.", "", "| a | " + "word " * 40 + "|", ""]
     text = "\n".join(lines + ["It was done. It is not often seen. They were then made. We ate it."] * 4)

@@ -129,10 +129,10 @@ def check_no_writes(weight: Node) -> None:
         return
     source = written.meta.get("moefx")
     raise RaiseError(
-        f"weights of experts are computed of `{source.key if source else written.name}`, which the forward writes to",
+        f"weights of experts are computed from `{source.key if source else written.name}`, which the forward writes to",
         where=edit.place(weight),
-        hint="compute them of parameters, and of buffers that the forward leaves alone; write the running maximum of "
-        "an observer (fake quantisation) between two steps, the same on all ranks",
+        hint="compute them from parameters, and from buffers that the forward leaves alone. Write the running maximum "
+        "of an observer (fake quantisation) between two steps, the same on all ranks",
     )
 
 

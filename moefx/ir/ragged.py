@@ -270,7 +270,7 @@ class Region(Rows):
         """Delimit the expert side; returns the region's number. Raises RaiseError if rows leak out of the region."""
         if not self._core:
             raise RaiseError(
-                "a routing is used, but no per-expert parameter was found behind it", where=edit.place(self.idx),
+                "a routing is used, but no expert's parameter depends on it", where=edit.place(self.idx),
                 hint="use two experts or more, as a list of one looks like any other module; or a mesh with the dim "
                 "'dp' only, on which every rank has the whole model",
             )  # fmt: skip

@@ -176,10 +176,10 @@ def _two_layouts(name: str, spec: MeshSpec, *layouts: Layout) -> UnsupportedUse:
     if not any(layout == Layout() or not layout.sharers(spec.dims("data")) for layout in layouts):
         return _two_stacks(name)
     return UnsupportedUse(
-        f"every rank needs the whole parameter {name} in one kind of call, as it is read outside of its experts or "
-        "frozen without others, and it is spread with its experts in another kind",
+        f"one kind of call needs the whole parameter {name} on every rank, and another one spreads it with its experts",
         hint="let the first of these be the first call, or the example_inputs of moefx.compile: all calls that "
-        "follow then leave it whole")  # fmt: skip
+        "follow then leave it whole. A parameter is whole if it is read outside of its experts, or frozen without the "
+        "others")  # fmt: skip
 
 
 def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:

@@ -56,7 +56,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         ctx.decisions.schedules[numbers[routes[0]]] = found.partition(";")[0]
         if ctx.split(numbers[routes[0]]) == "s1" and not found.startswith("s1"):
             raise UnsupportedUse(f"the split 's1' cannot be: {found.partition('; ')[2]}", where=path,
-                                 hint="split=None, or 's2-tokens', splits behind the gate")  # fmt: skip
+                                 hint="split=None, or 's2-tokens', splits after the gate")  # fmt: skip
         if hoist.local:
             result.changed(f"{len(hoist.local)} ops of {path} are done by shares")
             hoist.rewrite()

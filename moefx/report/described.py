@@ -60,7 +60,7 @@ def described(model: Any, batch: int, seq: int, *, layers: int | None = None, dt
         model = _made(model, _DTYPES[dtype])
     module, *example = model if isinstance(model, tuple) else (model,)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"a {type(module).__name__} is no nn.Module", where=title or None,
+        raise ModelError(f"a {type(module).__name__} is not an nn.Module", where=title or None,
                          hint="a module, (module, example inputs), or a function that gives one of these")  # fmt: skip
     given = example[0] if example else torch.zeros(batch, seq, dtype=torch.long)
     kwargs = dict(given) if isinstance(given, Mapping) else {}

@@ -311,9 +311,9 @@ def check_subclass_support(param: nn.Parameter) -> None:
         compat.let_subclasses_dispatch()
     if type(wrapped.detach()) is not ExpertTensor:
         raise UnsupportedUse(
-            f"torch {torch.__version__} cannot give ranks what is no even slice of a parameter {tuple(param.shape)}",
-            hint="use torch 2.13 or later; or a number of experts that divides over ep; of experts in parameters of "
-            "their own one stacked parameter [E, ...]; of experts with gate and up in one matrix a mesh without esp",
+            f"torch {torch.__version__} cannot spread a parameter {tuple(param.shape)} in uneven slices",
+            hint="use torch 2.13 or later, or a number of experts that divides over ep. If experts have parameters of "
+            "their own: one stacked parameter [E, ...]. If gate and up are one matrix: a mesh without esp",
         )
 
 

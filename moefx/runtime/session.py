@@ -364,7 +364,7 @@ class Session(OnMesh):
             f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n"
             f"{self._others(axes)}",
             where=self.where(doing),
-            hint="look at the first rank above that is dead, silent, elsewhere or raised an error; one that is "
+            hint="look at the first rank above that is dead, silent, elsewhere or raised an error. One that is "
             "elsewhere went another way through the model (by a condition on its own values), or makes calls that the "
             "others do not",
         )

@@ -43,8 +43,8 @@ def of_model(captured: GraphModule) -> Iterator[None]:
         raise MoefxError(
             f"the captured model itself fails, before any pass: {_reason(error)}",
             where=None if node is None else edit.place(node),
-            hint="call the plain model with such inputs; level 2 of verification draws random ones, of the sizes that "
-            "the model was compiled for: if it is right to fail on these, use level 1 (MOEFX_VERIFY=1)",
+            hint="call the plain model with such inputs. Level 2 of verification draws random ones, of the sizes that "
+            "the model was compiled for. If the model may fail on these, use level 1 (MOEFX_VERIFY=1)",
         ) from error
 
 

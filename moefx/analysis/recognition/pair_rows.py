@@ -121,5 +121,5 @@ def refused(node: Node, why: str) -> RaiseError:
         f"weights of the chosen experts are gathered per token, and {called(node)} {why}",
         where=edit.place(node),
         hint="between W[ids] and the sum over the choices use matmuls with gathered weights, elementwise ops and ops "
-        "on the last dim; or write the experts as a loop over all of them (torch.where, then index_add_)",
+        "on the last dim. Or write the experts as a loop over all of them (torch.where, then index_add_)",
     )
