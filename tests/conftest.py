@@ -13,9 +13,12 @@ import torch._dynamo
 
 from tests.support.speed import keep_what_is_imported, roomy
 
+BREADTH = Path(__file__).parent / "breadth.txt"  # see tools/choose_breadth.py
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every model on every mesh, not one mesh in turn")
+    parser.addoption("--broad", action="store_true", help="run what tests/breadth.txt leaves out, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,8 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         skip = pytest.mark.skip(reason="needs --full")
+        broad = set() if config.getoption("--broad") else {*BREADTH.read_text(encoding="utf-8").splitlines()}
         for item in items:
-            if "full" in item.keywords:
+            if "full" in item.keywords or item.nodeid in broad:
                 item.add_marker(skip)
 
 
