@@ -21,11 +21,10 @@ from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of
 from moefx.model import by_block, generation, guards, metrics, state_dicts
 from moefx.model.moves import Moves, Owners
+from moefx.model.observed import Observed
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
 from moefx.model.stand_in import signed_like_the_model
-from moefx.model.stats import RegionStats
-from moefx.model.valued import Valued
 from moefx.options import ARMS, Options
 from moefx.placement import policies
 from moefx.planning.planner import check_names, machine_of
@@ -91,7 +90,7 @@ def _check_model(model: Any) -> None:
     guards.check_not_wrapped(model)
 
 
-class CompiledModule(Valued):
+class CompiledModule(Observed):
     """Your module, with the same submodules, parameter names and buffers, run by compiled programs.
 
     moefx makes a program for every kind of call (training or not, gradients or not, dtypes, argument structure).
@@ -355,20 +354,6 @@ class CompiledModule(Valued):
     def close(self) -> None:
         """Destroy the process groups that `compile` made. The module cannot run afterwards."""
         self._session.close()
-
-    def moe_stats(self) -> dict[str, RegionStats]:
-        """Load per expert, drops and bytes of every MoE layer in the last forward, by path, except static blocks.
-
-        This call reads from the device. It does not communicate: every rank may ask alone.
-        """
-        return {name: found for runner in self._runners for name, found in runner.moe_stats().items()}
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers of the last step, flat, for a logger. [All names](guide/metrics.md). Reads from the device; does not
-        communicate: every rank may ask alone, and has its own figures."""
-        at_peak = sum(runner.last[0].program.peak_s_per_token for runner in self._runners if runner.last)
-        return (metrics.of_step(self.moe_stats(), self._session.device)
-                | metrics.of_loop(self._pace, self._spec.size("data"), at_peak, self._profile))  # fmt: skip
 
     # ---- gradients
 
