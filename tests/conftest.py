@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read by triton, which torch._dynamo imports where there is one
 import torch._dynamo
 
 from tests.support.speed import keep_what_is_imported, roomy

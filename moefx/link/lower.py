@@ -25,6 +25,7 @@ from moefx.ir.op import OpDef, argument
 from moefx.ir.ops.order import unsplit, wait
 from moefx.ir.text import resolve
 from moefx.ir.verify import Facts, verify
+from moefx.link import implementations
 
 
 class Linker:
@@ -90,7 +91,8 @@ class Linker:
         declared = {each.name for each in call.target._schema.arguments}
         named = {name: meant(given) for name, given in op.runtime.kwargs.items()}
         named = {name: found for name, found in named.items() if found is not None}
-        return self.gm.graph.call_function(resolve(op.runtime.function), tuple(map(meant, op.runtime.args)), named)
+        function = implementations.choose(op.runtime.function, call, self.device_type)
+        return self.gm.graph.call_function(resolve(function), tuple(map(meant, op.runtime.args)), named)
 
     def _known(self, word: str, node: Node, call: Any) -> Any:
         """What the linker knows beside an op's arguments, one of `op.LINKER_WORDS`."""

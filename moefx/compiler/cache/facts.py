@@ -21,6 +21,7 @@ from torch import nn
 
 from moefx import _torch_compat as compat
 from moefx.compiler.cache.told import Teller, Untold, digest
+from moefx.link import implementations
 from moefx.options import NAMES, Options
 
 _SKIPPED = ("_parameters", "_buffers", "_modules", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
@@ -88,6 +89,7 @@ def of_surroundings(device: torch.device, model: nn.Module) -> str:
     """Versions, processor, environment variables of moefx, and settings of torch."""
     homes = sorted({type(module).__module__.partition(".")[0] for module in model.modules()} | {"numpy", "sympy"})
     found = [sys.version, torch.__version__, str(torch.version.git_version), of_moefx(), platform.machine()]
+    found.append(f"triton {implementations.triton_version()}")
     found += [f"{home} {getattr(sys.modules.get(home), '__version__', '')}" for home in homes]
     found += [f"{name}={text}" for name, text in sorted(os.environ.items())
               if name.startswith("MOEFX_") and name not in _QUIET]  # fmt: skip

@@ -1,0 +1,131 @@
+"""Which implementation of a runtime function emitted code calls: ATen's, which is its meaning, or another one.
+
+The linker asks for every call, with what is known then: device, dtype and width. `MOEFX_KERNELS` says what may run:
+
+    unset    on CUDA, where Triton is installed: its kernels but for products in bfloat16, which are torch's
+    triton   all kernels of Triton's, products too; on CPU, too, where Triton interprets (TRITON_INTERPRET=1)
+    aten     none
+
+All ranks must choose alike; what they emit is compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefx.errors import MoefxError
+from moefx.ir.op import argument, value
+
+MODES = ("auto", "triton", "aten")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST = 1 << 16  # elements of a row; wider ones would unroll without end
+_MOST_SLOTS = 1 << 12  # of which every program of a kernel reads all counts
+
+
+@dataclass(frozen=True)
+class Form:
+    """One implementation of a runtime function, which takes and gives what that does. takes: whether it can run a call,
+    given as a node of an op; modes: in which it is chosen."""
+
+    function: str
+    takes: Callable[[Node], bool]
+    modes: tuple[str, ...] = ("auto", "triton")
+
+
+def choose(function: str, call: Node, device_type: str) -> str:
+    """The path of the function that `call`, an op that becomes `function`, calls on devices of this type.
+
+    Raises MoefxError for an unknown MOEFX_KERNELS, or where it asks for Triton and there is none.
+    """
+    mode = chosen_mode()
+    if mode == "aten" or (mode == "auto" and (device_type != "cuda" or triton_version() is None)):
+        return function
+    forms = (form for form in FORMS.get(function, ()) if mode in form.modes and form.takes(call))
+    return next((form.function for form in forms), function)
+
+
+def chosen_mode() -> str:
+    """One of `MODES`. Raises MoefxError for what MOEFX_KERNELS must not be."""
+    mode = os.environ.get("MOEFX_KERNELS") or "auto"
+    if mode not in MODES:
+        raise MoefxError(f"MOEFX_KERNELS is {mode}", hint=f"let it be one of {', '.join(MODES)}")
+    if mode == "triton" and triton_version() is None:
+        raise MoefxError("MOEFX_KERNELS is triton, which is not installed", hint="pip install triton")
+    return mode
+
+
+@functools.cache
+def triton_version() -> str | None:
+    """None: it is not installed. Does not import it."""
+    return importlib.metadata.version("triton") if importlib.util.find_spec("triton") is not None else None
+
+
+def _width(tensor: Tensor) -> int | None:
+    """Elements of one row; None if that is not known yet."""
+    sizes = tensor.shape[1:]
+    return sizes.numel() if all(isinstance(size, int) for size in sizes) else None
+
+
+def _is_row(tensor: Any) -> bool:
+    """Whether kernels take its rows."""
+    width = _width(tensor)
+    return tensor.dtype in _FLOATS and width is not None and 0 < width <= _WIDEST
+
+
+def _rows(*names: str) -> Callable[[Node], bool]:
+    """Whether kernels take the rows of these arguments, of which some may be None."""
+    return lambda call: all(_is_row(found) for name in names if (found := value(argument(call, name))) is not None)
+
+
+def _few_slots(call: Node) -> bool:
+    return value(argument(call, "counts")).shape[0] <= _MOST_SLOTS
+
+
+def _per_slot(*names: str) -> Callable[[Node], bool]:
+    takes = _rows(*names)
+    return lambda call: takes(call) and _few_slots(call)
+
+
+def _routes(call: Node) -> bool:
+    slots, table = argument(call, "num_slots"), value(argument(call, "table"))
+    experts = slots if table is None else table.shape[0]
+    return all(isinstance(each, int) and each < _MOST_SLOTS for each in (slots, experts))
+
+
+def _product(*dtypes: torch.dtype) -> Callable[[Node], bool]:
+    return lambda call: value(argument(call, "rows")).dtype in dtypes and _few_slots(call)
+
+
+_MEANT, _MADE = "moefx.runtime", "moefx.runtime.triton_kernels"
+
+FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType({
+    f"{_MEANT}.kernels.route": (Form(f"{_MADE}.route", _routes),),
+    f"{_MEANT}.kernels.dispatch": (Form(f"{_MADE}.dispatch", _rows("x")),),
+    f"{_MEANT}.kernels.combine": (Form(f"{_MADE}.combine", _rows("rows", "weights")),),
+    f"{_MEANT}.kernels.combine_backward": (
+        Form(f"{_MADE}.combine_backward", _rows("grad", "rows", "weights")),),
+    f"{_MEANT}.kernels.expert_rows": (Form(f"{_MADE}.expert_rows", _per_slot("param")),),
+    f"{_MEANT}.kernels.expert_rows_backward": (Form(f"{_MADE}.expert_rows_backward", _per_slot("grad")),),
+    # torch has one for bfloat16 alone; of float16 it would read the counts on the host, product by product.
+    f"{_MEANT}.grouped.grouped_linear": (
+        Form(f"{_MADE}.grouped_linear", _product(*_FLOATS), ("triton",)),
+        Form(f"{_MADE}.grouped_linear", _product(torch.float16), ("auto",)),
+        Form(f"{_MADE}.finished_linear", _product(torch.bfloat16), ("auto",)),
+    ),
+    f"{_MEANT}.grouped.grouped_wgrad": (
+        Form(f"{_MADE}.grouped_wgrad", _product(*_FLOATS), ("triton",)),
+        Form(f"{_MADE}.grouped_wgrad", _product(torch.float16), ("auto",)),
+    ),
+})  # fmt: skip
+"""{a runtime function: implementations, the first that takes a call is chosen}."""

@@ -1,0 +1,19 @@
+"""Triton forms of what `runtime.kernels`, `runtime.grouped` and `runtime.glu` mean: one pass over the rows each.
+
+T tokens, K choices per token, N = T*K pairs, R rows, D width, S slots. Every function takes what the ATen form takes,
+and gives what it gives, up to rounding: sums are in float32 and are rounded once. All are deterministic, and none reads
+a size on the host: where sizes are data, the grid is an upper bound. `link.implementations` decides who runs; nothing
+else imports this package, since it needs triton.
+"""
+
+from moefx.runtime.triton_kernels.activations import glu, glu_backward
+from moefx.runtime.triton_kernels.matmul import finished_linear, grouped_linear, grouped_wgrad
+from moefx.runtime.triton_kernels.order import route
+from moefx.runtime.triton_kernels.rows import combine, combine_backward, dispatch, dispatch_padded
+from moefx.runtime.triton_kernels.segments import expert_rows, expert_rows_backward, finish_rows
+
+__all__ = [
+    "combine", "combine_backward", "dispatch", "dispatch_padded", "expert_rows", "expert_rows_backward", "finish_rows",
+    "finished_linear",
+    "glu", "glu_backward", "grouped_linear", "grouped_wgrad", "route",
+]  # fmt: skip
