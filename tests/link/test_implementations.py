@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
@@ -25,8 +24,8 @@ from tests.support.ranks import one_rank
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 CALLS = """
-def graph(x: "{dtype}[s0, {width}]", weight: "{dtype}[8, 24, {width}]", bias: "{dtype}[8, 24]", weights: "{dtype}[s0, 2]",
-          idx: "i64[s0, 2]"):
+def graph(x: "{dtype}[s0, {width}]", weight: "{dtype}[8, 24, {width}]", bias: "{dtype}[8, 24]",
+          weights: "{dtype}[s0, 2]", idx: "i64[s0, 2]"):
     route = m.route.default(idx, 8)
     perm = route[0]
     counts = route[1]
@@ -103,8 +102,8 @@ def test_all_forms_are_there():
 def test_nobody_imports_triton_but_its_kernels():
     """A program that calls them does, and not moefx: it is optional."""
     imported = re.compile(r"^\s*(?:import|from) (?:triton\b|.*\btriton_kernels\b)", re.MULTILINE)
-    found = {path.parent.name for path in Path(moefx.__file__).parent.rglob("*.py") if imported.search(path.read_text())}
-    assert found == {"triton_kernels"}
+    files = Path(moefx.__file__).parent.rglob("*.py")
+    assert {path.parent.name for path in files if imported.search(path.read_text())} == {"triton_kernels"}
 
 
 @needs_triton

@@ -53,8 +53,8 @@ def glu_backward(
             grad, rows, rows if counts is None else counts.contiguous(),
             rows if scale is None else scale.contiguous(), out, out if scaled is None else scaled,
             out if parts is None else parts, rows.shape[0], slots, grad.stride(0), rows.stride(0), kind.limit,
-            kind.alpha, width, height, columns, triton.next_power_of_2(max(slots, 2)), counts is not None, scale is not None, number_of(kind),
-            kind.interleaved, num_warps=warps_of(columns))  # fmt: skip
+            kind.alpha, width, height, columns, triton.next_power_of_2(max(slots, 2)), counts is not None,
+            scale is not None, number_of(kind), kind.interleaved, num_warps=warps_of(columns))  # fmt: skip
     return out, scaled, None if parts is None else parts.sum(1) if across > 1 else parts.view(-1)
 
 
