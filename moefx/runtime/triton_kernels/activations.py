@@ -45,7 +45,7 @@ def glu_backward(
     height, columns = tile_of(width)
     across = triton.cdiv(width, columns)
     if scale is not None:
-        scaled = torch.empty_like(out[:, :width], memory_format=torch.contiguous_format)
+        scaled = rows.new_empty(rows.shape[0], width)
         parts = rows.new_empty(rows.shape[0], across, dtype=torch.float32)
     if out.numel():
         slots = 0 if counts is None else counts.numel()

@@ -135,8 +135,8 @@ def product(
             rows, matrices, tile_map, rows if source is None else source, rows if bias is None else bias,
             rows if scale is None else scale.contiguous(), out, out if act is None else act, bound, slots, width,
             rows.stride(0), *matrices.stride(), 0 if bias is None else bias.stride(0),
-            0.0 if kind is None else kind.limit, 0.0 if kind is None else kind.alpha, depth, tiles.rows, columns,
-            tiles.depth, tiles.group, source is not None, bias is not None, scale is not None,
+            0.0 if kind is None else kind.limit, 0.0 if kind is None else kind.alpha, depth, depth % tiles.depth == 0,
+            tiles.rows, columns, tiles.depth, tiles.group, source is not None, bias is not None, scale is not None,
             -1 if kind is None else number_of(kind), kind is not None and kind.interleaved, not rows.is_cuda,
             **_options(tiles))  # fmt: skip
     return out if act is None else (out, act)
@@ -177,8 +177,8 @@ def mapped(counts: Tensor, num_rows: int, rows: int) -> tuple[Tensor, int]:
     slots = counts.numel()
     bound = num_rows // rows + slots + 1
     found = torch.empty(3, bound, dtype=torch.int32, device=counts.device)
-    map_tiles[(triton.cdiv(bound, 128),)](
-        counts.contiguous(), found, num_rows, bound, slots, rows, 128, triton.next_power_of_2(slots + 1))
+    map_tiles[(triton.cdiv(bound, 16),)](
+        counts.contiguous(), found, num_rows, bound, slots, rows, 16, triton.next_power_of_2(slots + 1))
     return found, bound
 
 

@@ -46,23 +46,12 @@ def _dot(a, b, total, WIDENS: tl.constexpr):
 
 
 @triton.jit
-def _load(pointers, mask, EVEN: tl.constexpr):
-    """EVEN: the last step is a whole one, too."""
-    if EVEN:
-        found = tl.load(pointers)
-    else:
-        found = tl.load(pointers, mask=mask, other=0.0)
-    return found
-
-
-@triton.jit
 def linear(rows, matrices, tiles, source, bias, scale, out, act, bound, num_slots, width, row_stride, slot_stride,
-           depth_stride, column_stride, bias_stride, limit, alpha, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+           depth_stride, column_stride, bias_stride, limit, alpha, inner, EVEN: tl.constexpr, ROWS: tl.constexpr,
            COLUMNS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, GATHERS: tl.constexpr,
            HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr,
            WIDENS: tl.constexpr):  # fmt: skip
     GATED: tl.constexpr = KIND >= 0
-    EVEN: tl.constexpr = DEPTH % STEP == 0
     half = width // 2 if GATED else width
     tile, column = _grouped(tl.program_id(0), bound, tl.cdiv(half, COLUMNS), GROUP)
     slot = tl.load(tiles + tile)
@@ -82,15 +71,19 @@ def linear(rows, matrices, tiles, source, bias, scale, out, act, bound, num_slot
             steps = tl.arange(0, STEP)
             left = rows + from_row.to(tl.int64)[:, None] * row_stride + steps[None, :]
             begin = matrices + slot.to(tl.int64) * slot_stride + steps[:, None] * depth_stride
-            inside = tl.where(columns < half, columns, 0)  # nor along columns
-            right = begin + tl.where(columns < half, gate_at, inside)[None, :] * column_stride
-            right_up = begin + tl.where(columns < half, up_at, inside)[None, :] * column_stride
-            for depth in range(0, DEPTH, STEP):
-                there = steps < DEPTH - depth
-                a, b = _load(left, there[None, :], EVEN), _load(right, there[:, None], EVEN)
+            right, right_up = begin + gate_at[None, :] * column_stride, begin + up_at[None, :] * column_stride
+            inside = (columns < half)[None, :]
+            for depth in range(0, inner, STEP):
+                if EVEN:
+                    a, b = tl.load(left), tl.load(right, mask=inside, other=0.0)
+                else:
+                    there = steps < inner - depth
+                    a = tl.load(left, mask=there[None, :], other=0.0)
+                    b = tl.load(right, mask=inside & there[:, None], other=0.0)
                 total = _dot(a, b, total, WIDENS)
                 if GATED:
-                    total_up = _dot(a, _load(right_up, there[:, None], EVEN), total_up, WIDENS)
+                    b = tl.load(right_up, mask=inside & (EVEN | (steps < inner - depth)[:, None]), other=0.0)
+                    total_up = _dot(a, b, total_up, WIDENS)
                 left += STEP
                 right += STEP * depth_stride
                 right_up += STEP * depth_stride

@@ -74,9 +74,9 @@ def _padded_places(perm: Tensor, counts: Tensor, multiple: int, bound: int) -> T
     places = torch.empty_like(perm, dtype=torch.int32)
     if perm.numel():
         slots = counts.numel()
-        invert_padded[(triton.cdiv(perm.numel(), 256),)](
+        invert_padded[(triton.cdiv(perm.numel(), 64),)](
             perm.contiguous(), counts.contiguous(), places, perm.numel(), bound, multiple, slots,
-            256, triton.next_power_of_2(max(slots, 2)))  # fmt: skip
+            64, triton.next_power_of_2(max(slots, 2)))  # fmt: skip
     return places
 
 
