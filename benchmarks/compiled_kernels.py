@@ -229,7 +229,7 @@ def page(found: list[Code]) -> str:
         lines.append(f"| {case.name} | {megabytes[0]} | {megabytes[1]} | {case.moved / case.least:.2f} | "
                      f"{megabytes[2]} | {case.why} |")  # fmt: skip
     lines += ["", "Loads and stores: instructions by bytes per thread.", "",
-              "| function | kernel | sm | registers | stack | KiB shared | warps | loads | copies | stores | products |",
+              "| function | kernel | sm | registers | stack | KiB shared | warps | loads | copies | stores | mma |",
               "|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for each in found:
         loads, copies, stores = (" ".join(f"{count} x {width}" for width, count in widths.items()) or "-"

@@ -28,7 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-STALLED = 170  # seconds of one piece, after which its process is stopped
+SETTLED = ("done", "failed", "stopped")  # in this run of the script; the next one tries all but "done" again
+BOUNDS = {"bfloat16": 0.03, "float32": 1e-5}  # largest error over largest number of a kernel
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def work(path: Path, names: list[str]) -> None:
 
     for name in names or gpu_pieces.PIECES:
         found = read(path)
-        if found.get(name, {}).get("status") in ("done", "failed", "stopped"):
+        if found.get(name, {}).get("status") in SETTLED:
             continue
         write(path, found | {name: {"status": "begun", "at": time.time()}})
         begin = time.perf_counter()
@@ -67,12 +68,12 @@ def work(path: Path, names: list[str]) -> None:
     os._exit(0)
 
 
-def supervise(path: Path, names: list[str], deadline: float) -> None:
+def supervise(path: Path, names: list[str], deadline: float, patience: float) -> None:
     """Start processes until all pieces are done or have failed, or time is up."""
     while time.monotonic() < deadline:
         before = read(path)
         worker = subprocess.Popen([sys.executable, __file__, "--work", "--out", str(path.parent), "--only", *names])
-        while worker.poll() is None and time.monotonic() < deadline and not _stalled(path):
+        while worker.poll() is None and time.monotonic() < deadline and not _stalled(path, patience):
             time.sleep(0.5)
         is_over = worker.poll() == 0
         worker.kill()
@@ -83,12 +84,13 @@ def supervise(path: Path, names: list[str], deadline: float) -> None:
                 said = "no time was left" if time.monotonic() >= deadline else "the process hung or died"
                 found[name] = {"status": "stopped", "said": said}
         write(path, found)
-        if is_over or found == before:
+        settled = names and all(found.get(name, {}).get("status") in SETTLED for name in names)
+        if is_over or settled or found == before:
             return
 
 
-def _stalled(path: Path) -> bool:
-    return any(each["status"] == "begun" and time.time() - each["at"] > STALLED for each in read(path).values())
+def _stalled(path: Path, patience: float) -> bool:
+    return any(each["status"] == "begun" and time.time() - each["at"] > patience for each in read(path).values())
 
 
 # The page
@@ -120,11 +122,21 @@ def page(found: dict[str, Any]) -> str:
                   *table(heads, rows, 2)]  # fmt: skip
     if "overlap" in done:
         lines += ["## A copy from the host beside a product", "", *table(("", "ms"), done["overlap"].items(), 2)]
-    for name in ("right model", "right kernels"):
-        if name in done:
-            rows = [(what, f"{each:.1e}") for what, each in done[name].items()]
-            lines += [f"## Errors: {name}", "", *table(("", "largest error / largest number"), rows, 2)]
+    rows = [(name, found["eager"], each) for piece, found in done.items() if piece.startswith("right moefx")
+            for name, each in found.items() if name != "eager"]  # fmt: skip
+    if rows:
+        rows = [(name, f"{eager:.1e}", f"{each:.1e}", _verdict(each, 2 * eager + 1e-5)) for name, eager, each in rows]
+        lines += ["## Errors of a model", "", "Of loss, logits and gradients; right is at most twice eager's.", "",
+                  *table(("contestant", "eager's error", "its error", ""), rows, 2)]  # fmt: skip
+    if "right kernels" in done:
+        rows = [(what, f"{each:.1e}", _verdict(each, next(b for name, b in BOUNDS.items() if name in what)))
+                for what, each in done["right kernels"].items()]  # fmt: skip
+        lines += ["## Errors of kernels", "", f"At most {BOUNDS}.", "", *table(("", "its error", ""), rows, 2)]
     return "\n".join(lines) + "\n"
+
+
+def _verdict(error: float, bound: float) -> str:
+    return "right" if error <= bound else "WRONG"
 
 
 def _steps(done: dict[str, Any]) -> list[str]:
@@ -152,6 +164,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--only", nargs="*", default=[], help="pieces, by name")
     parser.add_argument("--seconds", type=float, default=520)
+    parser.add_argument("--patience", type=float, default=170, help="seconds of one piece until its process is stopped")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -161,7 +174,7 @@ def main() -> None:
     deadline = time.monotonic() + args.seconds
     found = {name: each for name, each in read(path).items() if each["status"] == "done"}  # others are tried again
     write(path, found)
-    supervise(path, args.only, deadline)
+    supervise(path, args.only, deadline, args.patience)
     path.with_suffix(".md").write_text(page(read(path)))
 
 
