@@ -1,6 +1,7 @@
 """What Triton's compiler makes of every kernel, for sm_80 and sm_90, without a GPU.
 
     python benchmarks/compiled_kernels.py [--only combine linear] [--targets 80 90] [--out FOLDER]
+    python benchmarks/compiled_kernels.py --one [--dtype float32]     # one token, one expert: does it compile?
 
 Every runtime function is called on tensors without memory, with the sizes of a layer of Qwen3-30B-A3B (32,768 tokens,
 width 2048, 128 experts of inner width 768, 8 per token, bf16), and what it would launch is compiled instead: with the
@@ -42,7 +43,7 @@ from moefx.runtime import triton_kernels as kernels  # noqa: E402
 from moefx.runtime.glu import Glu  # noqa: E402
 from moefx.runtime.triton_kernels import launch, layer  # noqa: E402
 
-T, K, D, E, H = 32768, 8, 2048, 128, 768
+T, K, D, E, H = (1, 1, 8, 1, 8) if "--one" in sys.argv else (32768, 8, 2048, 128, 768)
 N = T * K
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
 
@@ -125,10 +126,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors(kind: torch.dtype) -> dict[str, torch.Tensor]:
     """By name; call in a FakeTensorMode."""
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def empty(*shape: int, dtype: torch.dtype = kind) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
     return {
@@ -139,7 +140,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def launches(case: Case, target: int) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+def launches(case: Case, target: int, kind: torch.dtype) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """What a case launches: kernels, their arguments by name, options. Nothing runs."""
     found = []
 
@@ -152,7 +153,7 @@ def launches(case: Case, target: int) -> list[tuple[Any, dict[str, Any], dict[st
           mock.patch.object(triton.JITFunction, "run", note),
           mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(target, 10)),
           mock.patch.object(launch, "on_device", return_value=mock.MagicMock())):  # fmt: skip
-        case.call(tensors())
+        case.call(tensors(kind))
     return found
 
 
@@ -174,7 +175,7 @@ def compiled(kernel: Any, args: dict[str, Any], options: dict[str, Any], target:
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
 
 
 def tool(name: str) -> str:
@@ -210,9 +211,9 @@ def _said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def codes(case: Case, target: int) -> list[Code]:
+def codes(case: Case, target: int, kind: torch.dtype) -> list[Code]:
     found = {}
-    for kernel, args, options in launches(case, target):
+    for kernel, args, options in launches(case, target, kind):
         binary = compiled(kernel, args, options, target)
         found[kernel.__name__, binary.hash] = read(case.name, kernel.__name__, target, binary)
     return list(found.values())
@@ -245,12 +246,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="functions, by name")
     parser.add_argument("--targets", nargs="*", type=int, default=[80, 90])
     parser.add_argument("--out", type=Path, help="a folder for compiled_kernels.json and .md")
+    parser.add_argument("--one", action="store_true", help="one token and one expert")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     args = parser.parse_args()
     found: list[Code] = []
     for case in CASES:
         if args.only is None or case.name in args.only:
             for target in args.targets:
-                found += codes(case, target)
+                found += codes(case, target, getattr(torch, args.dtype))
             print(f"{case.name}: {', '.join(f'{c.kernel} {c.registers}' for c in found if c.case == case.name)}",
                   file=sys.stderr, flush=True)  # fmt: skip
     wrong = [f"{each.kernel} on sm_{each.target}: {each.shared} bytes of shared memory, {each.stack} of stack"

@@ -145,9 +145,9 @@ def _steps(done: dict[str, Any]) -> list[str]:
         return []
     mine = steps.get("moefx", {})
     rows = [(name, each["ms"], f"{each['fastest']:.1f} to {each['slowest']:.1f}",
-             mine.get("ms", float("nan")) / each["ms"], each.get("GiB", float("nan")), each["first s"])
+             mine.get("ms", float("nan")) / each["ms"], each.get("GiB", float("nan")), each.get("few, ms", float("nan")), each["first s"])
             for name, each in steps.items()]  # fmt: skip
-    heads = ("contestant", "ms", "fastest to slowest", "moefx / contestant", "GiB", "first step, s")
+    heads = ("contestant", "ms", "fastest to slowest", "moefx / contestant", "GiB", "1 x 512, ms", "first step, s")
     return ["## Whole steps", "", *table(heads, rows, 2)]
 
 
