@@ -144,9 +144,9 @@ def _steps(done: dict[str, Any]) -> list[str]:
     if not steps:
         return []
     mine = steps.get("moefx", {})
-    rows = [(name, each["ms"], f"{each['fastest']:.1f} to {each['slowest']:.1f}",
-             mine.get("ms", float("nan")) / each["ms"], each.get("GiB", float("nan")), each.get("few, ms", float("nan")), each["first s"])
-            for name, each in steps.items()]  # fmt: skip
+    none = float("nan")
+    rows = [(name, each["ms"], f"{each['fastest']:.1f} to {each['slowest']:.1f}", mine.get("ms", none) / each["ms"],
+             *(each.get(key, none) for key in ("GiB", "few, ms", "first s"))) for name, each in steps.items()]
     heads = ("contestant", "ms", "fastest to slowest", "moefx / contestant", "GiB", "1 x 512, ms", "first step, s")
     return ["## Whole steps", "", *table(heads, rows, 2)]
 

@@ -19,6 +19,7 @@ from moefx.runtime import kernels
 from moefx.runtime.triton_kernels.launch import MOST, or_else
 
 BLOCK = 128  # pairs of a program
+STEP = 1024  # blocks that a scan takes at once
 
 
 @or_else(kernels.route)
@@ -59,7 +60,7 @@ def _ordered(key: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
     before = torch.empty(num_slots + 1, blocks, dtype=torch.int32, device=device)
     totals = torch.empty(num_slots + 1, dtype=torch.int32, device=device)
     begins = torch.empty(num_slots + 1, dtype=torch.int32, device=device)
-    step = min(triton.next_power_of_2(blocks), 1024)
+    step = min(triton.next_power_of_2(blocks), STEP)
     count_blocks[(blocks,)](key, before, pairs, num_slots, blocks, BLOCK, padded)
     scan_blocks[(num_slots + 1,)](before, totals, blocks, step)
     scan_slots[(1,)](totals, begins, counts, num_slots, padded)
