@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moefx.runtime import glu
 from tests.kernels.cases import Case, assert_near, cases, triton_kernels, wide
 
-SETTINGS = settings(max_examples=10, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=7, deadline=None, derandomize=True)
 KINDS = [glu.Glu(name, interleaved, limit=0.7) for name in glu.NAMES for interleaved in (False, True)]
 
 

@@ -15,7 +15,7 @@ from tests.kernels.cases import DEVICE, HAS_TRITON, Case, assert_near, cases, wi
 matmul, layer = (importlib.import_module(f"moefx.runtime.triton_kernels.{name}") if HAS_TRITON else None
                  for name in ("matmul", "layer"))  # fmt: skip
 
-SETTINGS = settings(max_examples=10, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=7, deadline=None, derandomize=True)
 
 
 @SETTINGS
