@@ -40,7 +40,7 @@ TRIED = (
     Tiles(64, 256, 64, 4, 4), Tiles(128, 256, 64, 8, 3, group=16),
 ) if ON_GPU else (matmul.INTERPRETED,)  # fmt: skip
 CONTESTANTS = {  # {name: how transformers runs experts, MOEFX_KERNELS if moefx does}
-    "grouped_mm": ("grouped_mm", None), "moefx": ("grouped_mm", "" if ON_GPU else "triton"),
+    "grouped_mm": ("grouped_mm", None), "moefx": ("grouped_mm", "auto" if ON_GPU else "triton"),
     "moefx aten": ("grouped_mm", "aten"), "moefx triton": ("grouped_mm", "triton"),
     "compiled grouped_mm": ("grouped_mm", None), "eager": ("eager", None),
 }  # fmt: skip

@@ -2,9 +2,9 @@
 
 The linker asks for every call, with what is known then: device, dtype and width. `MOEFX_KERNELS` says what may run:
 
-    unset    on CUDA, where Triton is installed: its kernels but for products in bfloat16, which are torch's
+    aten     ATen alone; so without the variable, until a GPU has run the others
+    auto     on CUDA, where Triton is installed: its kernels but for products in bfloat16, which are torch's
     triton   all kernels of Triton's, products too; on CPU, too, where Triton interprets (TRITON_INTERPRET=1)
-    aten     none
 
 All ranks must choose alike; what they emit is compared.
 """
@@ -57,7 +57,7 @@ def choose(function: str, call: Node, device_type: str) -> str:
 
 def chosen_mode() -> str:
     """One of `MODES`. Raises MoefxError for what MOEFX_KERNELS must not be."""
-    mode = os.environ.get("MOEFX_KERNELS") or "auto"
+    mode = os.environ.get("MOEFX_KERNELS") or "aten"
     if mode not in MODES:
         raise MoefxError(f"MOEFX_KERNELS is {mode}", hint=f"let it be one of {', '.join(MODES)}")
     if mode == "triton" and triton_version() is None:

@@ -63,11 +63,12 @@ PRODUCTS = {f"grouped.{name}": f"triton_kernels.{name}" for name in ("grouped_li
 @pytest.mark.parametrize(
     ("mode", "device", "dtype", "wanted"),
     [
-        (None, "cpu", "bf16", {}),
-        (None, "cuda", "bf16", ROWS | FINISHED),
-        (None, "cuda", "f16", ROWS | PRODUCTS),
-        (None, "cuda", "f32", ROWS),
-        (None, "cuda", "f64", {"kernels.route": "triton_kernels.route"}),
+        ("auto", "cpu", "bf16", {}),
+        (None, "cuda", "bf16", {}),
+        ("auto", "cuda", "bf16", ROWS | FINISHED),
+        ("auto", "cuda", "f16", ROWS | PRODUCTS),
+        ("auto", "cuda", "f32", ROWS),
+        ("auto", "cuda", "f64", {"kernels.route": "triton_kernels.route"}),
         ("triton", "cuda", "bf16", ROWS | PRODUCTS),
         ("triton", "cpu", "f32", ROWS | PRODUCTS),
         ("aten", "cuda", "bf16", {}),
@@ -80,13 +81,13 @@ def test_choices_follow_device_dtype_and_mode(monkeypatch, mode, device, dtype, 
 
 @pytest.mark.usefixtures("installed")
 def test_rows_of_unknown_or_enormous_width_stay_with_aten(monkeypatch):
-    assert "kernels.dispatch" not in chosen(monkeypatch, None, "cuda", width="s1")
-    assert "kernels.dispatch" not in chosen(monkeypatch, None, "cuda", width=1 << 17)
+    assert "kernels.dispatch" not in chosen(monkeypatch, "auto", "cuda", width="s1")
+    assert "kernels.dispatch" not in chosen(monkeypatch, "auto", "cuda", width=1 << 17)
 
 
 def test_without_triton_aten_runs_or_is_missed(monkeypatch):
     with mock.patch.object(implementations, "triton_version", return_value=None):
-        assert not chosen(monkeypatch, None, "cuda")
+        assert not chosen(monkeypatch, "auto", "cuda")
         with pytest.raises(MoefxError, match="not installed"):
             chosen(monkeypatch, "triton", "cuda")
     with pytest.raises(MoefxError, match="MOEFX_KERNELS is cutlass"):
