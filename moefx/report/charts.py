@@ -41,6 +41,11 @@ def _layout(height: float, **more: Any) -> dict[str, Any]:
     return {"height": round(height), "margin": {"l": 8, "r": 12, "t": 8, "b": 40}, "legend": _LEGEND, **more}
 
 
+def _names(**more: Any) -> dict[str, Any]:
+    """An axis of names, a little off what it names."""
+    return _axis(fixedrange=True, type="category", ticks="outside", ticklen=5, tickcolor="rgba(0,0,0,0)", **more)
+
+
 def _axis(title: str = "", **more: Any) -> dict[str, Any]:
     return {"title": {"text": _text(title)}, "automargin": True, **more}
 
@@ -59,9 +64,9 @@ def timeline(trace: Trace, graph: str) -> Figure:
     for number, (name, spans, tracks) in enumerate(blocks):
         part = (1 - gap * (len(blocks) - 1)) * len(tracks) / rows
         suffix = str(number + 1) if number else ""
-        axes[f"yaxis{suffix}"] = _axis(name, domain=[max(0.0, below - part), below], fixedrange=True, type="category",
-                                       categoryorder="array", autorange="reversed", ticks="",
-                                       categoryarray=[_TRACKS.get(track, track) for track in tracks])  # fmt: skip
+        axes[f"yaxis{suffix}"] = _names(title=name, domain=[max(0.0, below - part), below], autorange="reversed",
+                                        categoryorder="array",
+                                        categoryarray=[_TRACKS.get(track, track) for track in tracks])  # fmt: skip
         below -= part + gap
         kinds: dict[str, list[Span]] = {}
         for span in spans:
@@ -110,7 +115,8 @@ def memory(found: Mapping[str, Any]) -> Figure:
     first = len(next(iter(graphs.values())))
     shapes = [{"type": "line", "x0": first - 0.5, "x1": first - 0.5, "yref": "paper", "y0": 0, "y1": 1,
                "line": {"width": 1, "dash": "dot", "color": "#808080"}}] if len(graphs) > 1 else []  # fmt: skip
-    ticks = {"tickmode": "array", "tickvals": [0, first], "ticktext": list(graphs)} if shapes else {}
+    middles = [first / 2, (first + len(names)) / 2]
+    ticks = {"tickvals": middles, "ticktext": list(graphs)} if shapes else {"showticklabels": False}
     return {"data": data, "layout": _layout(380, shapes=shapes, hovermode="closest",
                                             xaxis=_axis("operators, in the order in which they run", **ticks),
                                             yaxis=_axis(unit, rangemode="tozero"))}  # fmt: skip
@@ -140,9 +146,10 @@ def layer(boxes: Sequence[Mapping[str, Any]]) -> Figure:
             "hovertemplate": "%{hovertext}<extra></extra>",
             "marker": {"size": 13, "symbol": "square", "color": [_COLORS.get(box["kind"], _OTHER) for box in boxes]}}
     hidden = {"visible": False, "fixedrange": True}
-    return {"data": [data], "layout": _layout(_ROW * len(boxes) + 30, shapes=shapes, showlegend=False, dragmode=False,
+    return {"data": [data], "layout": _layout(_ROW * len(boxes) + 16, shapes=shapes, showlegend=False, dragmode=False,
                                               xaxis={**hidden, "range": [-1.0, 3.4]}, hovermode="closest",
-                                              yaxis={**hidden, "range": [len(boxes) - 0.4, -0.6]})}  # fmt: skip
+                                              yaxis={**hidden, "range": [len(boxes) - 0.4, -0.6]},
+                                              margin={"l": 4, "r": 4, "t": 8, "b": 8})}  # fmt: skip
 
 
 def _short(words: str, most: int = 26) -> str:
@@ -153,8 +160,9 @@ def loads(rows: Sequence[Sequence[int]]) -> Figure:
     """Rows of every expert in every recorded forward."""
     steps, experts = len(rows), len(rows[0])
     data = {"type": "heatmap", "x": list(range(1, steps + 1)), "y": list(range(experts)),
-            "z": [[row[expert] for row in rows] for expert in range(experts)], "colorscale": "Viridis", "zmin": 0,
-            "colorbar": {"title": {"text": "rows", "side": "top"}, "thickness": 12, "outlinewidth": 0},
+            "z": [[row[expert] for row in rows] for expert in range(experts)], "colorscale": "Viridis",
+            "zauto": False, "zmin": 0, "zmax": max(map(max, rows)),
+            "colorbar": {"title": {"text": "rows", "side": "right"}, "thickness": 12, "outlinewidth": 0},
             "hovertemplate": "forward %{x}, expert %{y}: %{z} rows<extra></extra>"}  # fmt: skip
     return {"data": [data], "layout": _layout(min(640, 110 + 18 * experts), dragmode="zoom",
                                               xaxis=_axis("forward", tickformat="d", dtick=max(1, steps // 8)),
@@ -189,7 +197,7 @@ def links(rows: Sequence[Mapping[str, Any]]) -> Figure:
                      "hovertemplate": f"{_text(what)}, %{{customdata}}: %{{x:.4g}} {unit}<extra></extra>"})  # fmt: skip
     return {"data": data, "layout": _layout(46 * len(places) + 130, barmode="stack", dragmode=False,
                                             xaxis=_axis(unit, rangemode="tozero", fixedrange=True),
-                                            yaxis=_axis(fixedrange=True, ticks=""))}  # fmt: skip
+                                            yaxis=_names())}  # fmt: skip
 
 
 # ---- plans
@@ -202,7 +210,7 @@ def shares(parts: Mapping[str, float], unit: str) -> Figure:
              "hovertemplate": f"{_text(words)}: %{{x:.4g}} {unit}<extra></extra>"}
             for number, (words, size) in enumerate(parts.items())]  # fmt: skip
     return {"data": data, "layout": _layout(170, barmode="stack", dragmode=False, xaxis=_axis(unit, fixedrange=True),
-                                            yaxis=_axis(fixedrange=True, ticks=""))}  # fmt: skip
+                                            yaxis=_names())}  # fmt: skip
 
 
 def curves(lines: Mapping[str, Mapping[int, float]], across: str, up: str) -> Figure:

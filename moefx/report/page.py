@@ -72,11 +72,11 @@ class _Page:
             if found := "".join(parts):
                 yield f"<section><h2>{title}</h2>{found}</section>\n"
 
-    def figure(self, figure: charts.Figure, label: str, caption: str = "") -> str:
+    def figure(self, figure: charts.Figure, label: str, caption: str = "", kind: str = "chart") -> str:
         """label: for who does not see it."""
         self.figures.append(figure)
         words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-        return (f'<figure><div class="chart" role="group" aria-label="{escape(label)}" '
+        return (f'<figure><div class="{kind}" role="group" aria-label="{escape(label)}" '
                 f'data-figure="{len(self.figures) - 1}" style="height:{figure["layout"]["height"]}px"></div>{words}'
                 "</figure>")  # fmt: skip
 
@@ -89,7 +89,7 @@ class _Page:
             said = "".join(f"<p>{escape(region['sentence'])}</p>" for region in mine)
             graph = self.figure(charts.layer(layer["graph"]), f"The forward of {layer['name']}",
                                 "The forward, from the top; milliseconds are predicted, those of chunks summed up. An "
-                                "arc on the left joins what are not neighbours.")  # fmt: skip
+                                "arc on the left joins what are not neighbours.", "chart narrow")  # fmt: skip
             more = "".join(map(_candidates, mine))
             head = f"<b>{escape(layer['name'])}</b> {_count(layer)} {escape(layer['where'])}"
             yield _fold(head, said + graph + more, is_open=bool(mine) and number < 2)
