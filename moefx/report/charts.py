@@ -10,6 +10,7 @@ from typing import Any
 from moefx.costmodel.tasks import COMPUTE
 from moefx.report.step_times import words_of
 from moefx.report.traces import Span, Trace
+from moefx.report.words import unit_of
 
 Figure = dict[str, Any]
 """{"data": traces, "layout": layout}, see https://plotly.com/javascript/reference"""
@@ -47,7 +48,7 @@ def _names(**more: Any) -> dict[str, Any]:
 
 
 def _axis(title: str = "", **more: Any) -> dict[str, Any]:
-    return {"title": {"text": _text(title)}, "automargin": True, **more}
+    return {"title": {"text": _text(title), "standoff": 8}, "automargin": True, **more}
 
 
 # ---- a step
@@ -120,11 +121,6 @@ def memory(found: Mapping[str, Any]) -> Figure:
     return {"data": data, "layout": _layout(380, shapes=shapes, hovermode="closest",
                                             xaxis=_axis("operators, in the order in which they run", **ticks),
                                             yaxis=_axis(unit, rangemode="tozero"))}  # fmt: skip
-
-
-def unit_of(most: float) -> tuple[float, str]:
-    return next((2.0**power, unit) for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "bytes"))
-                if most >= 2**power or not power)  # fmt: skip
 
 
 # ---- layers, experts, links

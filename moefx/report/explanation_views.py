@@ -44,8 +44,8 @@ def _runs(program: ProgramReport) -> str:
         return f"{where} and has no MoE layer, so experts exchange nothing."
     ways = [f"{found[0].choice.words()}" for found in groups]
     if len(groups) == 1:
-        return f"{where}, and {'its MoE layer runs' if count == 1 else f'all {count} MoE layers run'} by {ways[0]}."
-    each = [f"{len(found)} by {way}" for found, way in zip(groups, ways)][:3]
+        return f"{where}, and {'its MoE layer runs' if count == 1 else f'all {count} MoE layers run'} with {ways[0]}."
+    each = [f"{len(found)} with {way}" for found, way in zip(groups, ways)][:3]
     more = f"; {len(groups) - 3} more ways" if len(groups) > 3 else ""
     return f"{where}, and its {count} MoE layers run in {len(groups)} ways: {'; '.join(each)}{more}."
 
@@ -69,8 +69,8 @@ def _needs(program: ProgramReport) -> str:
 def choice_sentence(choice: Choice, reason: str, plan: RegionPlan | None) -> str:
     """What was chosen for a region, and against what."""
     if plan is None:
-        return f"It runs by {choice.words()}: {reason}."
-    said = f"It runs by {choice.words()} ({_time(plan.chosen.seconds)}): {reason}."
+        return f"It runs with {choice.words()}: {reason}."
+    said = f"It runs with {choice.words()} ({_time(plan.chosen.seconds)}): {reason}."
     others = [each for each in plan.candidates if each.choice != plan.chosen.choice]
     if not others:
         return f"{said} Nothing else was open."

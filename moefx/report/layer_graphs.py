@@ -22,7 +22,7 @@ from moefx.planning.pricing import Prices
 
 _STAGES = {"C1": "dispatch", "D1": "rows received", "E": "experts", "C2": "rows to send back", "D2": "combine",
            "A1": "rows out", "A2": "rows back", "route": "route", "repack": "rows in another order",
-           "exchange_counts": "counts"}  # fmt: skip
+           "exchange_counts": "counts", "counts_to_host": "counts, read by the host"}  # fmt: skip
 _REST = "the rest of the model"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from moefx.errors import MoefxError
 from moefx.report import charts
 from moefx.report.traces import Trace
-from moefx.report.words import gb, ms
+from moefx.report.words import ms, size
 
 _HERE = Path(__file__).parent
 _SHOWN = 8  # candidates of a layer
@@ -112,7 +112,7 @@ class _Page:
 
     def _memory(self, tree: Mapping[str, Any]) -> Iterator[str]:
         if found := tree.get("memory"):
-            peaks = "; ".join(f"the {graph} {gb(peak['bytes'])} at {peak['node']}"
+            peaks = "; ".join(f"the {graph} {size(peak['bytes'])} at {peak['node']}"
                               for graph, peak in found["peaks"].items())  # fmt: skip
             yield self.figure(charts.memory(found), "Memory in use on one rank over a step",
                               f"Predicted, on one rank, one part on top of the other. Peaks: {peaks}.")  # fmt: skip
@@ -122,7 +122,7 @@ class _Page:
             yield self.figure(charts.links(rows), "Bytes that a rank sends over each link in a step",
                               "What one rank sends in a step, predicted for balanced routing.")  # fmt: skip
             yield _table(("link", "graph", "for", "bytes"),
-                         [(row["link"], row["graph"], row["what"], gb(row["bytes"])) for row in rows])  # fmt: skip
+                         [(row["link"], row["graph"], row["what"], size(row["bytes"])) for row in rows])  # fmt: skip
 
     def _loads(self, tree: Mapping[str, Any]) -> Iterator[str]:
         for number, (name, rows) in enumerate(tree.get("loads", {}).items()):
@@ -152,16 +152,16 @@ class _Page:
         if plan:
             parts = {plan["words"][name]: 1e3 * seconds for name, seconds in plan["seconds"].items()}
             yield self.figure(charts.shares(parts, "ms of a step"), "What a step's time goes to")
-            yield _table(("part", "time", "share"), [(words, ms(size / 1e3), f"{size / 1e3 / plan['step_s']:.1%}")
-                                                     for words, size in parts.items()])  # fmt: skip
+            yield _table(("part", "time", "share"), [(words, ms(part / 1e3), f"{part / 1e3 / plan['step_s']:.1%}")
+                                                     for words, part in parts.items()])  # fmt: skip
             yield "".join(f"<p>Hint: {escape(hint)}.</p>" for hint in plan["hints"])
 
     def _bytes(self, plan: Mapping[str, Any] | None) -> Iterator[str]:
         if plan:
-            parts = {plan["words"][name]: size for name, size in plan["memory"].items() if size}
-            yield self.figure(charts.shares({words: size / 1e9 for words, size in parts.items()
+            parts = {plan["words"][name]: part for name, part in plan["memory"].items() if part}
+            yield self.figure(charts.shares({words: part / 1e9 for words, part in parts.items()
                                              if words != plan["words"]["peak"]}, "GB"), "What a rank's memory is for")
-            yield _table(("memory", "bytes"), [(words, gb(size)) for words, size in parts.items()])
+            yield _table(("memory", "bytes"), [(words, size(part)) for words, part in parts.items()])
 
     def _plan(self, plan: Mapping[str, Any] | None) -> Iterator[str]:
         for layer in plan["layers"] if plan else ():
@@ -197,7 +197,7 @@ def _candidates(region: Mapping[str, Any]) -> str:
         return ""
     shown = region["candidates"][:_SHOWN]
     rows = [("yes" if each == region["chosen"] else "", each["words"], each["scheduler"] or "",
-             *(ms(each[name]) for name in ("forward_s", "backward_s", "exposed_s")), gb(each["memory_bytes"]))
+             *(ms(each[name]) for name in ("forward_s", "backward_s", "exposed_s")), size(each["memory_bytes"]))
             for each in shown]  # fmt: skip
     head = ("chosen", "way", "order", "forward", "backward", "exposed", "memory")
     formulas = [(f"{graph} {kind}", ms(region["stage_seconds"][graph].get(kind, 0.0)), formula)

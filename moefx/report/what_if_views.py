@@ -128,7 +128,7 @@ def _programs(plan: Plan) -> str:
 def sentences(plan: Plan) -> tuple[str, str, str]:
     """What a step takes, what a rank needs, and how the layers run."""
     limit = "" if plan.limit is None else f" of the {gb(plan.limit)} allowed"
-    ways = [f"{layer.count} x {layer.name} by {layer.regions[0].chosen.choice.words()}" for layer in plan.layers
+    ways = [f"{layer.count} x {layer.name} with {layer.regions[0].chosen.choice.words()}" for layer in plan.layers
             if layer.regions]  # fmt: skip
     return (
         f"{plan.model} on {plan.ranks} ranks of {plan.machine.name} takes {ms(plan.step_s)} for a step, which is "

@@ -96,7 +96,7 @@ def test_it_begins_with_three_sentences_and_fits_on_two_screens(planned, plain):
     what, how_long, memory = planned.programs[0].sentences
     layers, way = len(planned.regions), planned.regions[0].choice.words()
     runs = "its MoE layer runs" if layers == 1 else f"all {layers} MoE layers run"
-    assert f"runs on 4 ranks, and {runs} by {way}." in what
+    assert f"runs on 4 ranks, and {runs} with {way}." in what
     assert how_long == planned.programs[0].summary
     assert f"needs {planned.programs[0].peaks['backward'].bytes / 1e6:.1f} MB" in memory
     assert "No machine was given" in moefx.explain(plain).programs[0].sentences[1]
@@ -107,7 +107,7 @@ def test_it_begins_with_three_sentences_and_fits_on_two_screens(planned, plain):
     text = str(replace(planned, programs=(replace(program, regions=tuple(deep)),)))
     assert len(text.splitlines()) <= 100
     assert "more ways, see to_dict()" in text
-    assert f"8 by {chosen[0].choice.words()};" in " ".join(text.split())
+    assert f"8 with {chosen[0].choice.words()};" in " ".join(text.split())
 
 
 def test_the_page_has_the_numbers_of_explain_timeline_and_memory(planned, timeline, with_machine, report):
@@ -128,7 +128,7 @@ def test_the_page_has_the_numbers_of_explain_timeline_and_memory(planned, timeli
     assert all(above < number for number, box in enumerate(layer["graph"]) for above in box["after"])
     assert tree["loads"] == tree["stats"] == {}, "nothing ran"
     text = page.html(tree, "")
-    assert text.count("<p>It runs by") == 1
+    assert text.count("<p>It runs with") == 1
     assert planned.regions[0].reason in text
 
 
@@ -201,7 +201,7 @@ def test_equal_regions_are_said_once(planned):
     text = str(replace(planned, programs=(replace(program, regions=tuple(several)),)))
     assert "region 0 to 4, 6 to 47 (layers.0 to 4, 6 to 47.mlp)" in " ".join(text.split())
     said = " ".join(text.split())
-    assert re.search(r"region 5 \(layers\.5\.mlp\): It runs by [^:]*: another reason", said)
+    assert re.search(r"region 5 \(layers\.5\.mlp\): It runs with [^:]*: another reason", said)
     times = f"{1e3 * region.plan.chosen.seconds:.3f} ms to {1e3 * slower.seconds:.3f} ms"
     assert f"47 regions decide alike, in {times}; the figures are those of region 0" in said
     assert text.count("chunks") < 3 * str(planned).count("chunks")
@@ -236,7 +236,7 @@ def test_memory_is_drawn_node_by_node(plain, tmp_path):
     (last, _) = found.spaces["device"]["forward"][-1]
     (line,) = [each for each in charts.memory(found.to_dict({"forward": {last: 3 * 2**20}}))["data"]
                if each["name"] == "measured"]  # fmt: skip
-    assert [size for size in line["y"] if size is not None] == pytest.approx([(3 * 2**20 + found.resident) / 2**10])
+    assert [size for size in line["y"] if size is not None] == pytest.approx([(3 * 2**20 + found.resident) / 1e3])
     pytest.importorskip("plotly")
     assert found.draw(tmp_path / "memory.html").read_text().rstrip().endswith("</html>")
 

@@ -47,8 +47,8 @@ def ways() -> list[dict]:
 
 
 def region(number: int, module: str) -> dict:
-    return {"region": number, "module": module, "sentence": f"It runs {module} by 2dh, 2 chunks.", "candidates": ways(),
-            "chosen": ways()[0], "stage_seconds": {"forward": {"E": 1e-3}}, "closed_forms": [],
+    return {"region": number, "module": module, "sentence": f"It runs {module} with 2dh, 2 chunks.",
+            "candidates": ways(), "chosen": ways()[0], "stage_seconds": {"forward": {"E": 1e-3}}, "closed_forms": [],
             "formulas": {"forward": {"E": "3*launch + 512*m_half_float32*u0/peak_float32 + " * 6 + "launch"}}}
 
 
@@ -98,7 +98,7 @@ def test_it_begins_with_three_sentences_and_each_layer_is_there_once(plain):
     assert re.findall(r"<p>(\w+)", said) == ["One", "Two", "Three"]
     assert re.findall(r'<summary><b>.*?</b> <span class="count">(\d+) x</span>', plain) == ["47", "1"]
     assert plain.count("<h2>") == 6
-    assert plain.count("by 2dh, 2 chunks.</p>") == 1, "of the layer that is shown"
+    assert plain.count("with 2dh, 2 chunks.</p>") == 1, "of the layer that is shown"
 
 
 def test_names_are_text_and_not_html(plain):
@@ -125,9 +125,9 @@ def test_figures_have_the_numbers_of_the_data(plain):
     loads = drawn[f"Rows of each expert of {page.escape(EVIL)}"]["data"][0]
     assert loads["z"] == [[9, 10], [1, 0], [2, 5], [8, 5]]
     links = drawn["Bytes that a rank sends over each link in a step"]["data"]
-    assert {each["name"]: sum(each["x"]) * 2**20 for each in links} == {"rows out": 8e6, "rows back": 4e6}
+    assert {each["name"]: sum(each["x"]) * 1e6 for each in links} == {"rows out": 8e6, "rows back": 4e6}
     memory = drawn["Memory in use on one rank over a step"]["data"]
-    assert [sum(size) * 2**20 for size in zip(*(each["y"] for each in memory))] == [2e6, 5e6, 4e6] * 2
+    assert [sum(size) * 1e6 for size in zip(*(each["y"] for each in memory))] == [2e6, 5e6, 4e6] * 2
 
 
 def test_what_plotly_draws_is_what_plotly_knows(plain):
@@ -200,7 +200,8 @@ def test_in_a_browser(browser, file, width, scheme):
     """No errors, nothing fetched, nothing wider than the window, nothing that axe finds serious."""
     from axe_playwright_python.sync_playwright import Axe
 
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=False)
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(120_000)
     shown, errors, fetched = context.new_page(), [], []
     shown.on("console", lambda each: errors.append(each.text) if each.type in ("error", "warning") else None)
     shown.on("pageerror", lambda error: errors.append(str(error)))
