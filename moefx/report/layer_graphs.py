@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -44,11 +44,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Layer:
-    """Layers that are alike in what they run and in how. name: their class; paths: of their modules; regions: numbers
-    of the MoE regions of the first of them; boxes: of its forward."""
+    """Layers that are alike in what they run and in how. name: their class; paths: of their modules. Of the first of
+    them: the number of its program, the numbers of its MoE regions there, and the boxes of its forward."""
 
     name: str
     paths: tuple[str, ...]
+    program: int
     regions: tuple[int, ...]
     boxes: list[Box]
 
@@ -60,14 +61,14 @@ class Layer:
     def to_dict(self) -> dict[str, Any]:
         boxes = [{**asdict(box), "ops": dict(box.ops), "after": sorted(box.after)} for box in self.boxes]
         return {"name": self.name, "count": len(self.paths), "where": self.where, "paths": list(self.paths),
-                "regions": list(self.regions), "graph": boxes}  # fmt: skip
+                "graph": boxes}  # fmt: skip
 
 
 def layers_of(variants: Sequence[Variant]) -> list[Layer]:
     """The distinct layers of a model's programs (of one, or one for each of its blocks), in the order in which they
     first run; what is in none of them comes last."""
-    found: dict[tuple, list[tuple[str, tuple[int, ...], list[Box]]]] = {}
-    for variant in variants:
+    found: dict[tuple, list[tuple[str, int, tuple[int, ...], list[Box]]]] = {}
+    for program, variant in enumerate(variants):
         ctx, inside = variant.context, defaultdict(list)
         for number, facts in sorted(ctx.decisions.regions.items()):
             if facts.of == number:
@@ -76,14 +77,19 @@ def layers_of(variants: Sequence[Variant]) -> list[Layer]:
             ways = tuple(ctx.choice(number) for number in inside[path])
             whole = ".".join(filter(None, (variant.path, path)))
             form = _class_of(variant, path) if whole else _REST, ways, tuple(box.form for box in boxes)
-            found.setdefault(form, []).append((whole, tuple(inside[path]), boxes))
+            found.setdefault(form, []).append((whole, program, tuple(inside[path]), boxes))
     layers = [Layer(name, tuple(path for path, *_ in of_form), *of_form[0][1:])
               for (name, *_), of_form in found.items()]  # fmt: skip
+    if [layer.paths for layer in layers] == [("",)]:
+        return [replace(layers[0], name=_class_of(variants[0], ""))]
     return sorted(layers, key=lambda layer: layer.name == _REST)
 
 
 def _class_of(variant: Variant, path: str) -> str:
-    return type(variant.program.home.model.get_submodule(path)).__name__
+    try:
+        return type(variant.program.home.model.get_submodule(path)).__name__
+    except AttributeError:  # what it was captured from is no module of the model
+        return path
 
 
 def _graphs(variant: Variant) -> dict[str, list[Box]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from moefx.analysis.tasks import stage_of
@@ -17,11 +18,12 @@ _PURPOSES = {Stage.OUT: "rows out", Stage.BACK: "rows back", Stage.COUNTS: "coun
              Stage.COPIES: "gradients of copies", **dict.fromkeys(BACKGROUND, "gradients")}  # fmt: skip
 
 
-def links_of(variant: Variant) -> list[dict[str, Any]]:
+def links_of(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     """{graph, link, what, bytes} of what one rank sends, predicted for balanced routing. A reduction over several nodes
     counts on the link between them."""
-    prices, found = Prices(variant.step, variant.context), defaultdict(float)
-    for name, gm in variant.scheduled.items():
+    found: dict[tuple[str, str, str], float] = defaultdict(float)
+    for variant, name in ((each, name) for each in variants for name in each.scheduled):
+        prices, gm = Prices(variant.step, variant.context), variant.scheduled[name]
         for node in gm.graph.find_nodes(op="call_function", target=start):
             amounts = amounts_of(node)
             if amounts.kind is not Kind.COLLECTIVE:

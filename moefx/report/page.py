@@ -83,9 +83,8 @@ class _Page:
     # ---- of a run
 
     def _layers(self, tree: Mapping[str, Any]) -> Iterator[str]:
-        regions = {region["region"]: region for region in tree.get("explanation", {}).get("regions", ())}
         for number, layer in enumerate(tree.get("layers", ())):
-            mine = [regions[region] for region in layer["regions"] if region in regions]
+            mine = layer["choices"]
             said = "".join(f"<p>{escape(region['sentence'])}</p>" for region in mine)
             graph = self.figure(charts.layer(layer["graph"]), f"The forward of {layer['name']}",
                                 "The forward, from the top; milliseconds are predicted, those of chunks summed up. An "

@@ -41,9 +41,9 @@ class Report:
     programs: tuple[ProgramReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """title; sentences; explanation: of the program, see `moefx.explain`; layers: the distinct ones, with `count`
-        and `graph`; timeline: one step in the Chrome format; memory: bytes by node; links: bytes of a step; stats: see
-        `moe_stats`; loads: {module: rows per expert, by forward}."""
+        """title; sentences; explanation: of the program, see `moefx.explain`; layers: the distinct ones, with `count`,
+        `graph` and `choices`; timeline: one step in the Chrome format; memory: bytes by node; links: bytes of a step;
+        stats: see `moe_stats`; loads: {module: rows per expert, by forward}."""
         return dict(self.tree)
 
     def save(self, path: str | Path) -> Path:
@@ -76,10 +76,12 @@ def report(compiled: CompiledModule, path: str | Path | None = None,
         "sentences": list(widest[0].sentences),
         "note": compiled._note,
         "explanation": widest[0].to_dict(),
-        "layers": [layer.to_dict() for layer in layers_of(variants)],
+        "layers": [layer.to_dict() | {"choices": [region.to_dict() for region in programs[layer.program].regions
+                                                  if region.region in layer.regions]}
+                   for layer in layers_of(variants)],
         "timeline": _step(compiled).to_chrome(),
         "memory": memory_of(widest[1], optimizer=optimizer).to_dict(),
-        "links": [row for variant in variants for row in links_of(variant)],
+        "links": links_of(variants),
         "stats": {name: asdict(each) for name, each in stats.items()},
         "loads": loads or {name: [each.load] for name, each in stats.items()},
     }, programs)  # fmt: skip

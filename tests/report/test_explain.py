@@ -121,8 +121,8 @@ def test_the_page_has_the_numbers_of_explain_timeline_and_memory(planned, timeli
     busy = sum(each.seconds for each in timeline.predicted.spans if each.graph == "forward")
     assert sum(sum(bar["x"]) for bar in bars) == pytest.approx(1e3 * busy)
     assert max(size for _, size in tree["memory"]["device"]["backward"]) == memory.peak("backward").bytes
-    (layer,) = [each for each in tree["layers"] if each["regions"]]
-    assert (layer["count"], layer["regions"]) == (len(planned.regions), [0])
+    (layer,) = [each for each in tree["layers"] if each["choices"]]
+    assert (layer["count"], layer["choices"]) == (len(planned.regions), [planned.regions[0].to_dict()])
     labels = [box["label"] for box in layer["graph"]]
     assert labels.index("rows out") < labels.index("experts") < labels.index("rows back") < labels.index("combine")
     assert all(above < number for number, box in enumerate(layer["graph"]) for above in box["after"])

@@ -65,11 +65,11 @@ def tree() -> dict:
     return {
         "format": run.TREE, "title": f"{EVIL} of a run", "sentences": ["One.", f"Two of {EVIL}.", "Three."],
         "note": f"compiled block by block: {EVIL}",
-        "explanation": {**part, "regions": [region(0, EVIL), region(1, "model.layers.3.mlp")],
-                        "left": [{"where": EVIL, "why": "a reason"}], "notes": []},
+        "explanation": {**part, "left": [{"where": EVIL, "why": "a reason"}], "notes": []},
         "layers": [
-            {"name": "Decoder", "count": 47, "where": "layers.0, 2 to 47", "regions": [0], "graph": graph},
-            {"name": EVIL, "count": 1, "where": f"layers.1 {EVIL}", "regions": [],
+            {"name": "Decoder", "count": 47, "where": "layers.0, 2 to 47", "graph": graph,
+             "choices": [region(0, EVIL)]},
+            {"name": EVIL, "count": 1, "where": f"layers.1 {EVIL}", "choices": [],
              "graph": [*graph[:3], box(EVIL, "W", 1)]},
         ],
         "timeline": trace.to_chrome(),
