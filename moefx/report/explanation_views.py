@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moefx.report.explanation import ProgramReport, RegionReport
 
 _SHOWN = 6  # candidates in the text; the data has all
-_MOST = 6  # entries, and lines of a kind
+_MOST, _LINES = 6, 12  # entries, and lines of a kind
 NO_MACHINE = ("No machine was given, so nothing is predicted or chosen, and what the options leave open has its "
               "default.")  # fmt: skip
 CALIBRATE = ("Measure one with: torchrun --nproc-per-node N -m moefx calibrate --out machine.json; then "
@@ -121,8 +121,8 @@ def text(program: ProgramReport) -> Group:
         ("each rank's own, and decides choices:", program.drifting),
     ):  # fmt: skip
         lines = alike.once([f"{what} {where}: {why}" for where, why in found])
-        parts += map(Text, lines[:_MOST])
-        parts += [Text(f"{what} {len(lines) - _MOST} more, see to_dict()")] if len(lines) > _MOST else []
+        parts += map(Text, lines[:_LINES])
+        parts += [Text(f"{what} {len(lines) - _LINES} more, see to_dict()")] if len(lines) > _LINES else []
     return Group(*parts)
 
 

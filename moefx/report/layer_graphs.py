@@ -9,20 +9,22 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefx.analysis.tasks import tasks_of
+from moefx.analysis.tasks import stage_of, tasks_of
 from moefx.compiler.variant import Variant
 from moefx.costmodel.amounts import Kind, amounts_of
 from moefx.costmodel.tasks import Task
 from moefx.ir import alike
 from moefx.ir.describe import layer_of, module_path
+from moefx.ir.op import Stage
 from moefx.ir.ops.order import begun, unsplit
 from moefx.ir.regions import region_of
 from moefx.ir.text import op_name
 from moefx.planning.pricing import Prices
 
-_STAGES = {"C1": "dispatch", "D1": "rows received", "E": "experts", "C2": "rows to send back", "D2": "combine",
+_STAGES = {"C1": "dispatch", "E": "experts", "D2": "combine",
            "A1": "rows out", "A2": "rows back", "route": "route", "repack": "rows in another order",
            "exchange_counts": "counts", "counts_to_host": "counts, read by the host"}  # fmt: skip
+_CODING = {Stage.COMPRESS: "rows encoded", Stage.DECOMPRESS: "rows decoded"}
 _REST = "the rest of the model"
 
 
@@ -181,7 +183,10 @@ def _named(node: Node, task: Task | None, regions: Mapping[int, Any]) -> tuple[s
     if region is not None:
         facts = regions.get(region)
         layer = layer_of(facts.module if facts is not None else path)
-        kind = task.kind if task is not None else "dense"
+        kind, stage = task.kind if task is not None else "dense", stage_of(node)
+        if stage in _CODING:  # one task may decode, compute and encode
+            return layer, _CODING[stage], "C1"
+        kind = "E" if kind in ("D1", "C2") else kind
         return layer, _STAGES.get(kind) or (_op(node) if kind != "dense" else "dispatch"), kind
     layer = layer_of(path)
     inner = path[len(layer) :].lstrip(".").split(".")
