@@ -28,7 +28,7 @@ PARTS = {"parameters and buffers": "#98a3b0", "optimizer's state": "#c3c9d1", "i
 _MEASURED, _HOST = "#d1601f", "#8a6414"
 _SERIES = ("#3a6ea5", "#e8833a", "#4f9d4f", "#9a6bb8", "#c0524f", "#7b8794", "#2f9c95")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-_LEGEND = {"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "title": {"text": ""}}
+_LEGEND = {"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "traceorder": "normal"}
 _ROW = 26  # pixels of a row of bars
 FAR = 5  # a way that takes more than so many times the fastest everywhere is named and not drawn
 
@@ -104,21 +104,22 @@ def memory(found: Mapping[str, Any]) -> Figure:
         sizes = [size / scale for graph in graphs for size in found["parts"][graph].get(part, ())]
         if any(sizes):
             data.append({"type": "scatter", "mode": "lines", "name": part, "x": across, "y": sizes, "stackgroup": "all",
-                         "line": {"width": 0, "shape": "hvh"}, "fillcolor": color, "hovertext": names,
-                         "hovertemplate": f"%{{hovertext}}<br>{part}: %{{y:.4g}} {unit}<extra></extra>"})  # fmt: skip
+                         "line": {"width": 0, "shape": "hvh"}, "fillcolor": color,
+                         "hovertemplate": f"{part}: %{{y:.4g}} {unit}<extra></extra>"})  # fmt: skip
     for words, color, of_graph in (("in the host's memory", _HOST, found.get("host", {})),
                                    ("measured", _MEASURED, found.get("measured", {}))):  # fmt: skip
         line = [None if size is None else size / scale for graph in graphs for size in of_graph.get(graph, ())]
         if any(size is not None for size in line):
             data.append({"type": "scatter", "mode": "lines", "name": words, "x": across, "y": line, "connectgaps": True,
-                         "line": {"width": 2, "color": color}, "hovertext": names,
-                         "hovertemplate": f"%{{hovertext}}<br>{words}: %{{y:.4g}} {unit}<extra></extra>"})  # fmt: skip
+                         "line": {"width": 2, "color": color},
+                         "hovertemplate": f"{words}: %{{y:.4g}} {unit}<extra></extra>"})  # fmt: skip
+    data[0] |= {"hovertext": names, "hovertemplate": f"%{{hovertext}}<br>{data[0]['hovertemplate']}"}
     first = len(next(iter(graphs.values())))
     shapes = [{"type": "line", "x0": first - 0.5, "x1": first - 0.5, "yref": "paper", "y0": 0, "y1": 1,
                "line": {"width": 1, "dash": "dot", "color": "#808080"}}] if len(graphs) > 1 else []  # fmt: skip
     middles = [first / 2, (first + len(names)) / 2]
     ticks = {"tickvals": middles, "ticktext": list(graphs)} if shapes else {"showticklabels": False}
-    return {"data": data, "layout": _layout(380, shapes=shapes, hovermode="closest",
+    return {"data": data, "layout": _layout(380, shapes=shapes, hovermode="x unified",
                                             xaxis=_axis("operators, in the order in which they run", **ticks),
                                             yaxis=_axis(unit, rangemode="tozero"))}  # fmt: skip
 
@@ -205,8 +206,8 @@ def shares(parts: Mapping[str, float], unit: str) -> Figure:
              "marker": {"color": _SERIES[number % len(_SERIES)], "line": {"width": 0}},
              "hovertemplate": f"{_text(words)}: %{{x:.4g}} {unit}<extra></extra>"}
             for number, (words, size) in enumerate(parts.items())]  # fmt: skip
-    return {"data": data, "layout": _layout(170, barmode="stack", dragmode=False, xaxis=_axis(unit, fixedrange=True),
-                                            yaxis=_names())}  # fmt: skip
+    return {"data": data, "layout": _layout(110 + 24 * len(parts), barmode="stack", dragmode=False, yaxis=_names(),
+                                            xaxis=_axis(unit, fixedrange=True))}  # fmt: skip
 
 
 def curves(lines: Mapping[str, Mapping[int, float]], across: str, up: str) -> Figure:

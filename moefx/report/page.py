@@ -149,18 +149,19 @@ class _Page:
 
     def _seconds(self, plan: Mapping[str, Any] | None) -> Iterator[str]:
         if plan:
-            parts = {plan["words"][name]: 1e3 * seconds for name, seconds in plan["seconds"].items()}
-            yield self.figure(charts.shares(parts, "ms of a step"), "What a step's time goes to")
-            yield _table(("part", "time", "share"), [(words, ms(part / 1e3), f"{part / 1e3 / plan['step_s']:.1%}")
+            parts = {plan["words"]["seconds"][name]: seconds for name, seconds in plan["seconds"].items()}
+            yield self.figure(charts.shares({words: 1e3 * part for words, part in parts.items()}, "ms of a step"),
+                              "What a step's time goes to")  # fmt: skip
+            yield _table(("part", "time", "share"), [(words, ms(part), f"{part / plan['step_s']:.1%}")
                                                      for words, part in parts.items()])  # fmt: skip
             yield "".join(f"<p>Hint: {escape(hint)}.</p>" for hint in plan["hints"])
 
     def _bytes(self, plan: Mapping[str, Any] | None) -> Iterator[str]:
         if plan:
-            parts = {plan["words"][name]: part for name, part in plan["memory"].items() if part}
-            yield self.figure(charts.shares({words: part / 1e9 for words, part in parts.items()
-                                             if words != plan["words"]["peak"]}, "GB"), "What a rank's memory is for")
-            yield _table(("memory", "bytes"), [(words, size(part)) for words, part in parts.items()])
+            words, parts = plan["words"]["memory"], {name: part for name, part in plan["memory"].items() if part}
+            yield self.figure(charts.shares({words[name]: part / 1e9 for name, part in parts.items() if name != "peak"},
+                                            "GB"), "What a rank's memory is for")  # fmt: skip
+            yield _table(("memory", "bytes"), [(words[name], size(part)) for name, part in parts.items()])
 
     def _plan(self, plan: Mapping[str, Any] | None) -> Iterator[str]:
         for layer in plan["layers"] if plan else ():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from moefx.report.timeline import last_of, timeline
 from moefx.report.traces import FORMAT, Trace
 
 TREE = "moefx report 1"
+_RANKS = 8  # of a trace, that are drawn
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,15 @@ _FILES = "give what compiled.report(\"run.json\"), `plan --json` or the save() o
 def of_trace(trace: Trace, title: str, step: int | None = None) -> Report:
     """One step of a trace."""
     number = trace.typical_step if step is None else step
-    shown, ranks = trace.of_step(number), len(trace.measured)
+    ranks = len(trace.measured)
+    shown = replace(trace, processes=tuple(each for each in trace.processes if each not in trace.measured[_RANKS:]))
+    shown = shown.of_step(number)
     steps = max((process.num_steps for process in trace.processes), default=0)
     spans = [f"{process.name} {process.run_seconds * 1e3:.1f} ms" for process in shown.processes]
     return Report({
         "format": TREE, "title": title, "timeline": shown.to_chrome(),
-        "sentences": [f"The trace has {steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}.",
+        "sentences": [f"The trace has {steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}"
+                      + (f", of which the first {_RANKS} are drawn." if ranks > _RANKS else "."),
                       f"Step {number}, the typical one, takes {', '.join(spans)}." if step is None else
                       f"Step {number} takes {', '.join(spans)}.",
                       f"Over all steps {trace.hidden_share()}."],

@@ -141,7 +141,8 @@ def sentences(plan: Plan) -> tuple[str, str, str]:
 def to_dict(plan: Plan) -> dict[str, Any]:
     kept = plan.within
     return {
-        "title": f"Plan: {plan.model}", "sentences": list(sentences(plan)), "words": {**_PARTS, **memory_words(plan)},
+        "title": f"Plan: {plan.model}", "sentences": list(sentences(plan)),
+        "words": {"seconds": _PARTS, "memory": memory_words(plan)},
         "model": plan.model, "machine": plan.machine.name, "machine_digest": plan.machine.digest(),
         "mesh": dict(plan.mesh), "ep": plan.ep, "esp": plan.esp, "batch": list(plan.batch),
         "accumulate": plan.accumulate, **rooms.of_axes(plan.options), "state": plan.options.parallel.state,
