@@ -57,7 +57,7 @@ def _axis(title: str = "", **more: Any) -> dict[str, Any]:
 def timeline(trace: Trace, graph: str) -> Figure:
     """Spans of one graph of a trace of one step, in ms: a group of rows for each process, which begins at 0."""
     blocks = [(process.name, [span for span in process.spans if span.graph == graph], process.tracks)
-              for process in trace.processes]  # fmt: skip
+              for process in (*filter(None, [trace.predicted]), *trace.measured)]  # fmt: skip
     blocks = [(name, spans, [track for track in tracks if any(span.track == track for span in spans)])
               for name, spans, tracks in blocks if spans]  # fmt: skip
     rows, data, axes, named = sum(len(tracks) for *_, tracks in blocks), [], {}, set()

@@ -44,7 +44,7 @@ def _runs(program: ProgramReport) -> str:
         return f"{where} and has no MoE layer, so experts exchange nothing."
     ways = [f"{found[0].choice.words()}" for found in groups]
     if len(groups) == 1:
-        return f"{where}, and {'its MoE layer runs' if count == 1 else f'all {count} MoE layers run'} with {ways[0]}."
+        return f"{where}, and {'its MoE layer runs' if count == 1 else f'its {count} MoE layers run'} with {ways[0]}."
     each = [f"{len(found)} with {way}" for found, way in zip(groups, ways)][:3]
     more = f"; {len(groups) - 3} more ways" if len(groups) > 3 else ""
     return f"{where}, and its {count} MoE layers run in {len(groups)} ways: {'; '.join(each)}{more}."

@@ -95,7 +95,7 @@ def test_it_begins_with_three_sentences_and_fits_on_two_screens(planned, plain):
         assert [sentence[-1] for sentence in program.sentences] == ["."] * 3
     what, how_long, memory = planned.programs[0].sentences
     layers, way = len(planned.regions), planned.regions[0].choice.words()
-    runs = "its MoE layer runs" if layers == 1 else f"all {layers} MoE layers run"
+    runs = "its MoE layer runs" if layers == 1 else f"its {layers} MoE layers run"
     assert f"runs on 4 ranks, and {runs} with {way}." in what
     assert how_long == planned.programs[0].summary
     assert f"needs {planned.programs[0].peaks['backward'].bytes / 1e6:.1f} MB" in memory
