@@ -204,7 +204,8 @@ def _candidates(region: Mapping[str, Any]) -> str:
                 for graph, found in region["formulas"].items() for kind, formula in found.items()]  # fmt: skip
     formulas += [(f"split {each['schedule']}", ms(each["seconds"]), f"{each['name']} = {each['formula']}")
                  for each in region["closed_forms"]]  # fmt: skip
-    return (_fold(f"The best {len(shown)} of {len(region['candidates'])} ways", _table(head, rows))
+    ways = f"The best {len(shown)} of {len(region['candidates'])} ways"
+    return ((_fold(ways, _table(head, rows)) if len(shown) > 1 else "")
             + _fold("Formulas", _table(("stage", "time", "formula"), formulas)))  # fmt: skip
 
 
