@@ -3,7 +3,7 @@
     python benchmarks/memory.py            two gloo ranks on CPU; prints a table and writes results/memory_cpu.md
     python benchmarks/memory.py --explain  also lists the tensors alive at each peak
     python benchmarks/memory.py --planned  beside what was planned: memory_planned.py, see there for what else it takes
-    python benchmarks/memory.py --draw memory.svg --only 0    the first of these cases over the step, as a picture
+    python benchmarks/memory.py --draw memory.html --only 0   the first of these cases over the step, as a picture
 
 Both sides do the same work: the same weights, inputs, routing, gradients averaged over the ranks; their outputs and
 gradients are compared first. Peak: bytes of all storages made since the step began that are alive at the same time,
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--explain", action="store_true")
     parser.add_argument("--planned", action="store_true", help="memory_planned.py, which takes what else there is")
-    parser.add_argument("--draw", metavar="FILE", help="an SVG, of --chunks and --keep")
+    parser.add_argument("--draw", metavar="FILE", help="a page, of --chunks and --keep")
     parser.add_argument("--keep", default="eager", help="what is drawn (Options.keep)")
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the works to measure; nothing is written")

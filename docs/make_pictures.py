@@ -1,14 +1,15 @@
 """Draw the pictures of the documentation from a real model: python docs/make_pictures.py
 
 One MoE layer of transformers' Mixtral: as it was captured and as each of four ranks runs it (the forward, before it is
-differentiated); the step times of benchmarks/results/peers.md; and the layer's timeline on two ranks of this machine,
-predicted and measured. Needs matplotlib: pip install -e '.[pictures]'
+differentiated); the step times of benchmarks/results/peers.md; and a report of a small Mixtral on two ranks of this
+machine, predicted and measured. Needs a chromium, and pip install -e '.[pictures]'
 """
 
 from __future__ import annotations
 
 import copy
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from draw import is_drawn, kind_of, svg_before_after
+from playwright.sync_api import sync_playwright
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
-from transformers import MixtralConfig
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import moefx
@@ -31,8 +33,6 @@ from moefx.context.pass_types import PassContext
 from moefx.costmodel.calibrate import calibrate
 from moefx.ir.text import op_name
 from moefx.options import Options
-from moefx.report.step_times import Comparison
-from moefx.report.trace_views import draw
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -115,26 +115,49 @@ def ratios(text: str) -> dict[str, list[tuple[str, float, float, float]]]:
     return found
 
 
-def timeline_of(rank: int, world: int, folder: str) -> None:
-    """Body of one rank: ten steps of a layer in two chunks, wide tokens and narrow experts, so that there is something
-    to hide."""
+def run_of(rank: int, world: int, folder: str) -> None:
+    """Body of one rank: ten steps of a model of two layers in two chunks, wide tokens and narrow experts, so that there
+    is something to hide."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     options = Options(machine=calibrate(quick=True), chunks=2, scheduler="optsche")
     torch.manual_seed(0)
-    compiled = moefx.compile(layer(512, 128), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), options)
-    x = torch.randn(4, 512, 512, requires_grad=True)
-    compiled(x).square().mean().backward()
+    config = MixtralConfig(vocab_size=256, hidden_size=512, intermediate_size=128, num_hidden_layers=2,
+                           num_attention_heads=8, num_key_value_heads=4, num_local_experts=8)  # fmt: skip
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    compiled = moefx.compile(MixtralForCausalLM(config), mesh, options)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
+    tokens = torch.randint(256, (4, 256), generator=torch.Generator().manual_seed(rank))
+
+    def step() -> None:
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
     with moefx.profile(compiled) as profile:
         for _ in range(10):
-            compiled(x).square().mean().backward()
-    found = profile.gather()
+            step()
     if rank == 0:
-        title = f"A Mixtral MoE layer in 2 chunks by OptSche, {world} ranks, gloo: predicted and measured"
-        draw(found, IMAGES / "timeline.svg", title=title)
-        print(found.hidden_share(), Comparison.of(found), sep="\n")
+        compiled.report(f"{folder}/run.html", optimizer)
+        print(profile.compare())
     compiled.close()
     dist.destroy_process_group()
+
+
+def shots(page: Path) -> None:
+    """The top of a report and its timeline."""
+    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 900, "height": 780}, color_scheme="light")
+        shown.set_default_timeout(300_000)
+        shown.goto(page.as_uri())
+        shown.wait_for_selector(".chart .main-svg")
+        shown.screenshot(path=IMAGES / "report.png")
+        shown.locator("section", has=shown.get_by_role("heading", name="Timeline of a step")).screenshot(
+            path=IMAGES / "timeline.png")  # fmt: skip
+        browser.close()
 
 
 def main() -> None:
@@ -145,7 +168,8 @@ def main() -> None:
     (IMAGES / "layer.svg").write_text(picture, encoding="utf-8")
     compare_with_peers(IMAGES.parents[1] / "benchmarks/results/peers.md", IMAGES / "peers.svg")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(timeline_of, (2, folder), nprocs=2)
+        mp.spawn(run_of, (2, folder), nprocs=2)
+        shots(Path(folder) / "run.html")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from moefx.extend import register_all_to_all, register_codec, register_scheduler
 from moefx.model.api import CompiledModule, compile
 from moefx.options import Options
 from moefx.options.groups import AllToAll, Debug, Parallel, Placement
+from moefx.report import run as _run
 from moefx.report.explanation import explain
 from moefx.report.inspection import inspect
 from moefx.report.lint import lint
@@ -23,6 +24,7 @@ except PackageNotFoundError:  # run from a folder, not installed
 
 features.load()
 _accelerators.install()
+_run.install()
 _uncaught.install()
 
 _groups = {each.metadata["group"].__name__: each.metadata["group"] for each in features.option_fields().values()}

@@ -21,8 +21,9 @@ from moefx.options import NAMES, Options
 from moefx.options.declare import literal
 from moefx.options.groups import Parallel
 from moefx.report.doctor import examine
+from moefx.report.run import load
 from moefx.report.search import search as searched
-from moefx.report.trace_views import draw, summary
+from moefx.report.trace_views import summary
 from moefx.report.traces import Trace
 from moefx.report.tried import MACHINE, try_model
 from moefx.report.what_if import plan as what_if
@@ -63,15 +64,22 @@ def calibrate(
 @app.command()
 def trace(
     file: Annotated[Path, typer.Argument(help="What the save() of moefx.profile(..) or moefx.timeline(..) wrote.")],
-    svg: Annotated[Path | None, typer.Option(help="Draw a typical step into this file, too.")] = None,
-    step: Annotated[int | None, typer.Option(help="The step to draw instead.")] = None,
     top: Annotated[int, typer.Option(help="How many of the longest tasks to list.")] = 12,
 ) -> None:
     """What a timeline says: busy times, hidden communication, the longest tasks, predicted against measured."""
     found = Trace.load(file)
     _console().print(summary(found, top))
-    if svg is not None:
-        typer.echo(f"drawn to {draw(found, svg, step=step)}")
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="What compiled.report('run.json'), plan --json or the save() of "
+                                              "moefx.profile(..) wrote.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("run.html"),
+    step: Annotated[int | None, typer.Option(help="Of a trace; default: a typical one.")] = None,
+) -> None:  # fmt: skip
+    """One page that shows a run, a plan or a trace: HTML that needs no network."""
+    typer.echo(f"written to {load(file, step).save(out)}")
 
 
 @app.command()
@@ -101,13 +109,13 @@ def plan(
     more: Annotated[list[str], typer.Option("--set", help="NAME=VALUE of any other option of moefx.compile, such as "
                                                           "shard_dense=True. A search keeps to it.")] = [],  # noqa: B006
     whole: Annotated[bool, typer.Option(help="Compile all layers, extrapolate nothing.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw the crossovers into this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page into this file: time, memory, crossovers.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the plan as data into this file.")] = None,
 ) -> None:  # fmt: skip
     """What training a model takes on a cluster that need not be there: time, memory, choices, and why."""
-    if search and (dp is not None or whole or svg is not None):
+    if search and (dp is not None or whole or html is not None):
         raise MoefxError("--search finds dp, extrapolates, and draws nothing", where="plan",
-                         hint="leave out --dp, --whole and --svg; plan the best one for a picture")  # fmt: skip
+                         hint="leave out --dp, --whole and --html; plan the best one for a picture")  # fmt: skip
     if sequences is not None and not search:
         raise MoefxError("--sequences is what a search keeps to", where="plan", hint="--accumulate, or --search")
     asked = {"batch": batch, "accumulate": accumulate, "mp": mp}
@@ -121,12 +129,12 @@ def plan(
     else:
         named = {name: number for name, number in asked.items() if number is not None}
         found = what_if(model, machine, gpus, **common, **named, dp=dp, whole=whole,
-                        curves=svg is not None or out is not None)  # fmt: skip
+                        curves=html is not None or out is not None)  # fmt: skip
     _console().print(found)
     if out is not None:
         out.write_text(found.to_json(), encoding="utf-8")
-    if svg is not None:
-        typer.echo(f"drawn to {found.draw(svg)}", err=True)
+    if html is not None:
+        typer.echo(f"drawn to {found.draw(html)}", err=True)
 
 
 def _given(words: Sequence[str]) -> dict[str, Any]:

@@ -164,6 +164,15 @@ class Machine:
             moving = max(moving, self.launch_s + at(amounts.volume.flops, sizes) / peak)
         return [(COMPUTE, moving)]
 
+    def sent_by(self, amounts: Amounts, sizes: Mapping[str, float], mesh: Mapping[str, int]) -> dict[str, float]:
+        """{"intra" or "inter": bytes that a rank sends} of a collective as it stands."""
+        numbers = replace(amounts, payload=at(amounts.payload, sizes), sent=_sent_at(amounts.sent, sizes))
+        found: dict[str, float] = {}
+        for part in self._phases(numbers, mesh, Algorithm.DIRECT, False):
+            if part.resource != COMPUTE:
+                found[part.resource] = found.get(part.resource, 0.0) + float(part.nbytes)
+        return found
+
     def formula(self, amounts: Amounts, mesh: Mapping[str, int] | None = None, *,
                 algorithm: Algorithm | str = Algorithm.DIRECT, how: Name = number) -> sympy.Expr:
         """The time of a node as a formula in its sizes. how: `curves.number` puts the machine's figures in,

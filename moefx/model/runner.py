@@ -70,6 +70,9 @@ class Runner:
         self._check_data(leaves, variant, step)
         outputs, statistics = variant.program.run(leaves, step)
         self.last = variant, statistics
+        if self.session.profiler is not None:
+            for name, found in self.moe_stats().items():
+                self.session.profiler.loads.setdefault(name, []).append(found.load)
         return variant.pack_outputs(outputs, args, kwargs)
 
     def _check_data(self, leaves: Sequence[Any], variant: Variant, step: StepState) -> None:

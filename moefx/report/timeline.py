@@ -40,10 +40,16 @@ def timeline(compiled: CompiledModule) -> Trace:
     The times are those of the machine that `Options(machine=)` names. Without one they are those of the preset that is
     nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
     """
-    programs_of(compiled)  # raises if there are none
-    found = [Prediction(r.last[0] if r.last else r.variants[-1]) for r in compiled._runners if r.variants]
+    found = [Prediction(variant) for variant in last_of(compiled)]
     runs = [*(each.spans["forward"] for each in found), *(each.spans.get("backward", []) for each in reversed(found))]
     return Trace((_predicted((0.0, spans) for spans in runs),), found[0].about)
+
+
+def last_of(compiled: CompiledModule) -> list[Variant]:
+    """Of the model, or of each of its blocks, the program that ran last, else that was compiled last. Raises
+    UnsupportedUse if nothing was compiled."""
+    programs_of(compiled)
+    return [each.last[0] if each.last else each.variants[-1] for each in compiled._runners if each.variants]
 
 
 def profile(compiled: CompiledModule) -> Profile:
@@ -54,12 +60,14 @@ def profile(compiled: CompiledModule) -> Profile:
 
 class Profile:
     """What `profile` returns: a context manager that afterwards has what it measured. Entering it inside another
-    profile of the same model raises UnsupportedUse."""
+    profile of the same model raises UnsupportedUse. loads: {module: rows per expert [E] of every forward in it}, as in
+    `moe_stats()`."""
 
     def __init__(self, compiled: CompiledModule) -> None:
         self._compiled, self._session = compiled, compiled._session
         self._offset = ClockOffset()
         self._runs: list[Run] = []
+        self.loads: dict[str, list[list[int]]] = {}
 
     def __enter__(self) -> Profile:
         session = self._session
@@ -75,7 +83,7 @@ class Profile:
 
     def __exit__(self, *exception: object) -> None:
         profiler, self._session.profiler = self._session.profiler, None
-        self._runs = profiler.runs
+        self._runs, self.loads = profiler.runs, profiler.loads
         self._compiled.__dict__["_profile"] = self
 
     @cached_property

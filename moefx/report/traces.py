@@ -152,6 +152,25 @@ class Trace:
                 return process
         raise KeyError(f"no rank {rank} in this trace; it has {[p.rank for p in self.measured]}")
 
+    @property
+    def typical_step(self) -> int:
+        """The step of median duration on the first rank, or the predicted one. Raises MoefxError without a span."""
+        steps: dict[int, float] = defaultdict(float)
+        for (step, _), spans in (self.measured or self.processes)[0].runs.items() if self.processes else ():
+            steps[step] += duration(spans)
+        if not steps:
+            raise MoefxError("the trace has no spans", hint="profile at least one step")
+        return sorted(steps, key=lambda step: (steps[step], step))[len(steps) // 2]
+
+    def of_step(self, step: int) -> Trace:
+        """That step alone, in all processes that have it. Raises MoefxError for a step that is in none."""
+        found = [replace(process, spans=tuple(span for span in process.spans if span.step == step))
+                 for process in self.processes]  # fmt: skip
+        if not any(process.spans for process in found):
+            there = sorted({span.step for process in self.processes for span in process.spans})
+            raise MoefxError(f"the trace has no step {step}", hint=f"one of {', '.join(map(str, there))}")
+        return replace(self, processes=tuple(process for process in found if process.spans))
+
     def hidden_share(self) -> HiddenShare:
         """Of all ranks together; NaN for what this trace does not have."""
         measured = together(process.overlap for process in self.measured).share if self.measured else math.nan

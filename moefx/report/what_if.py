@@ -1,7 +1,7 @@
 """`moefx.plan`: what a model would take on a cluster that you only describe: time, memory of a rank, choices.
 
     found = moefx.plan("Qwen3MoeConfig", machine="h100-8x400g", ranks=2048, ep=64, seq=4096)
-    print(found); found.draw("plan.svg"); found.to_json()
+    print(found); found.draw("plan.html"); found.to_json()
 
 Programs are compiled as rank 0 of so many, without the others and without weights. Of a large model those with one
 layer of each kind, and with one more: the difference is what a layer takes, and the rest is extrapolated. A program is
@@ -24,7 +24,7 @@ from moefx.costmodel.machines import PRESETS, preset
 from moefx.errors import MeshError
 from moefx.options import Options
 from moefx.planning.planner import RegionPlan
-from moefx.report import picture
+from moefx.report import page
 from moefx.report import what_if_views as views
 from moefx.report.described import described
 from moefx.report.hints import hints_of
@@ -124,9 +124,10 @@ class Plan(Printed):
         return views.text(self)
 
     def draw(self, path: str | Path) -> Path:
-        """Write an SVG picture of the crossovers: milliseconds of a layer for one sequence over the batch by how it
-        runs, and of its exchanges over the ranks that its experts are spread over."""
-        return picture.draw(self, path)
+        """Write a page: time, memory, and where one way to run a layer becomes faster than another. Raises MoefxError
+        without plotly."""
+        data = self.to_dict()
+        return page.write({"title": data["title"], "sentences": data["sentences"], "plan": data}, path)
 
     def to_dict(self) -> dict[str, Any]:
         return views.to_dict(self)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefx import rooms
+from moefx.report.explanation_views import choice_sentence
 from moefx.report.hints import again_s, exchanges_s
 from moefx.report.words import gb, ms, rate
 
@@ -67,16 +68,20 @@ def _step(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     limit = f", of {gb(plan.limit)}" if plan.limit is not None else ""
     table = Table(title=f"a rank needs {gb(plan.memory['peak'])} at the peak{limit}", title_justify="left")
-    state = plan.options.parallel.state
-    words = {"parameters": f"weights, {plan.dtype}", "gradients": f"gradients, {plan.dtype}",
-             "master": f"master weights, {state}", "optimizer": f"AdamW's moments, {state}",
-             "kept": "kept for the backward", "peak": "at the peak, with what is in use then"}  # fmt: skip
+    words = memory_words(plan)
     table.add_column("memory")
     table.add_column("bytes", justify="right")
     for name, nbytes in plan.memory.items():
         if nbytes or name != "master":
             table.add_row(words[name], gb(nbytes))
     return table
+
+
+def memory_words(plan: Plan) -> dict[str, str]:
+    state = plan.options.parallel.state
+    return {"parameters": f"weights, {plan.dtype}", "gradients": f"gradients, {plan.dtype}",
+            "master": f"master weights, {state}", "optimizer": f"AdamW's moments, {state}",
+            "kept": "kept for the backward", "peak": "at the peak, with what is in use then"}  # fmt: skip
 
 
 def _kinds(plan: Plan) -> Table:
@@ -120,9 +125,24 @@ def _programs(plan: Plan) -> str:
             "what all others of it are taken to take, and peaks grow as they do there")
 
 
+def sentences(plan: Plan) -> tuple[str, str, str]:
+    """What a step takes, what a rank needs, and how the layers run."""
+    limit = "" if plan.limit is None else f" of the {gb(plan.limit)} allowed"
+    ways = [f"{layer.count} x {layer.name} with {layer.regions[0].chosen.choice.words()}" for layer in plan.layers
+            if layer.regions]  # fmt: skip
+    return (
+        f"{plan.model} on {plan.ranks} ranks of {plan.machine.name} takes {ms(plan.step_s)} for a step, which is "
+        f"{rate(plan.tokens_per_s)} and {plan.share_of_peak:.1%} of the machine's peak.",
+        f"A rank needs {gb(plan.memory['peak'])}{limit} at the peak, with AdamW.",
+        f"MoE layers run so: {'; '.join(ways)}." if ways else "No layer exchanges rows of experts.",
+    )
+
+
 def to_dict(plan: Plan) -> dict[str, Any]:
     kept = plan.within
     return {
+        "title": f"Plan: {plan.model}", "sentences": list(sentences(plan)),
+        "words": {"seconds": _PARTS, "memory": memory_words(plan)},
         "model": plan.model, "machine": plan.machine.name, "machine_digest": plan.machine.digest(),
         "mesh": dict(plan.mesh), "ep": plan.ep, "esp": plan.esp, "batch": list(plan.batch),
         "accumulate": plan.accumulate, **rooms.of_axes(plan.options), "state": plan.options.parallel.state,
@@ -142,7 +162,8 @@ def _as_dict(layer: LayerPlan) -> dict[str, Any]:
     return {
         "name": layer.name, "count": layer.count, "seconds": layer.seconds,
         "parameter_bytes": layer.bytes_parameters, "kept_bytes": layer.bytes_kept,
-        "regions": [{"module": _stars(plan.module), "reason": plan.reason, "choice": plan.chosen.choice.to_dict(),
+        "regions": [{"module": _stars(plan.module), "sentence": choice_sentence(plan.chosen.choice, plan.reason, plan),
+                     "reason": plan.reason, "choice": plan.chosen.choice.to_dict(),
                      "forward_s": plan.chosen.forward_s, "backward_s": plan.chosen.backward_s,
                      "exposed_s": plan.chosen.exposed_s,
                      "candidates": [{**each.choice.to_dict(), "seconds": each.seconds} for each in plan.candidates]}

@@ -116,11 +116,13 @@ class Run:
 
 
 class Profiler:
-    """Collects the runs of this rank while it is a session's `profiler`. `runs`: in the order in which they began."""
+    """Collects the runs of this rank while it is a session's `profiler`. `runs`: in the order in which they began.
+    `loads`: {module: rows per expert [E] in each forward}."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = _DeviceClock() if device.type == "cuda" else _HostClock()
         self.runs: list[Run] = []
+        self.loads: dict[str, list[list[int]]] = {}
 
     def begin(self, graph: str, step: _Step) -> Run:
         """A program calls this first; what it returns takes the marks."""

@@ -18,6 +18,8 @@ from moefx.analysis.sizes import typical_sizes
 from moefx.costmodel.machines import preset
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.planning.memory import step_memory
+from moefx.report import charts, page
+from moefx.report.traces import Trace
 from tests.support.breadth import places
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import shallow
@@ -41,7 +43,7 @@ def compiled(**options):
 @pytest.fixture(scope="module")
 def with_machine(world):
     with closing(compiled(machine="emulated-200mbit", lossy=True)) as model:
-        yield moefx.explain(model, **CASE.batch(0)), moefx.timeline(model)
+        yield moefx.explain(model, **CASE.batch(0)), moefx.timeline(model), moefx.memory(model), model.report()
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +64,88 @@ def plain(world):
     model.close()
 
 
+@pytest.fixture(scope="module")
+def report(with_machine):
+    return with_machine[3]
+
+
 def test_a_sentence_says_what_communication_costs_and_what_hides_it(planned, timeline, plain):
     (program,) = planned.programs
     stages = [region.plan.stages for region in program.regions]
     sent = {name: sum(s for each in stages for k, s in each[name].items() if k in ("A1", "A2", "A1.intra", "A2.intra"))
             for name in ("forward", "backward")}  # fmt: skip
     total = {name: sum(s for each in stages for s in each[name].values()) for name in sent}
-    assert f"communication is {sent['forward'] / total['forward']:.0%} of their forward" in program.summary
-    assert f"{sent['backward'] / total['backward']:.0%} of their backward" in program.summary
+    assert f"communication is {sent['forward'] / total['forward']:.0%} of the forward" in program.summary
+    assert f"{sent['backward'] / total['backward']:.0%} of the backward in whole" in program.summary
+    assert f"predicted to take {1e3 * timeline.predicted.run_seconds:.3f} ms" in program.summary
     hidden = timeline.predicted.hidden_share()
     assert 0 < hidden < 1
     assert program.summary.endswith(f" {hidden:.0%} of the step's communication.")
     assert program.step.predicted.seconds == pytest.approx(timeline.predicted.run_seconds)
     assert f"computation hides {hidden:.0%} of that" in " ".join(str(planned).split())
-    assert program.summary.split()[0] in str(planned).splitlines()[1], "right behind the title"
     assert moefx.explain(plain).programs[0].summary == "", "nothing is predicted without a machine"
+
+
+def test_it_begins_with_three_sentences_and_fits_on_two_screens(planned, plain):
+    for found in (planned, moefx.explain(plain)):
+        (program,) = found.programs
+        title, *said = str(found).splitlines()
+        assert title == program.title
+        assert " ".join(" ".join(said).split()).startswith(" ".join(program.sentences))
+        assert [sentence[-1] for sentence in program.sentences] == ["."] * 3
+    what, how_long, memory = planned.programs[0].sentences
+    layers, way = len(planned.regions), planned.regions[0].choice.words()
+    runs = "its MoE layer runs" if layers == 1 else f"its {layers} MoE layers run"
+    assert f"runs on 4 ranks, and {runs} with {way}." in what
+    assert how_long == planned.programs[0].summary
+    assert f"needs {planned.programs[0].peaks['backward'].bytes / 1e6:.1f} MB" in memory
+    assert "No machine was given" in moefx.explain(plain).programs[0].sentences[1]
+    (program,), region = planned.programs, planned.regions[0]
+    chosen = region.plan.candidates
+    kinds = [replace(region, choice=each.choice, plan=replace(region.plan, chosen=each)) for each in chosen[:12]]
+    deep = [replace(kinds[n % 12], region=n, module=f"layers.{n}.mlp") for n in range(96)]
+    text = str(replace(planned, programs=(replace(program, regions=tuple(deep)),)))
+    assert len(text.splitlines()) <= 100
+    assert "more ways, see to_dict()" in text
+    assert f"8 with {chosen[0].choice.words()};" in " ".join(text.split())
+
+
+def test_the_page_has_the_numbers_of_explain_timeline_and_memory(planned, timeline, with_machine, report):
+    tree, memory = report.to_dict(), with_machine[2]
+    assert tree["explanation"] == planned.to_dict()["programs"][0]
+    assert tree["sentences"] == list(planned.programs[0].sentences)
+    assert json.loads(json.dumps(tree)) == tree, "plain data"
+    shown = Trace.from_chrome(tree["timeline"])
+    assert shown.predicted.run_seconds == pytest.approx(timeline.predicted.run_seconds)
+    bars = charts.timeline(shown, "forward")["data"]
+    busy = sum(each.seconds for each in timeline.predicted.spans if each.graph == "forward")
+    assert sum(sum(bar["x"]) for bar in bars) == pytest.approx(1e3 * busy)
+    assert max(size for _, size in tree["memory"]["device"]["backward"]) == memory.peak("backward").bytes
+    (layer,) = [each for each in tree["layers"] if each["choices"]]
+    assert (layer["count"], layer["choices"]) == (len(planned.regions), [planned.regions[0].to_dict()])
+    labels = [box["label"] for box in layer["graph"]]
+    assert labels.index("rows out") < labels.index("experts") < labels.index("rows back") < labels.index("combine")
+    assert all(above < number for number, box in enumerate(layer["graph"]) for above in box["after"])
+    assert tree["loads"] == tree["stats"] == {}, "nothing ran"
+    text = page.html(tree, "")
+    assert text.count("<p>It runs with") == 1
+    assert planned.regions[0].reason in text
+
+
+def test_bytes_per_link_are_those_of_the_rows(world):
+    """Of 15 tokens, each to K experts on 4 ranks of 2 nodes: a quarter stays on the node, a half leaves it."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
+    options = moefx.Options(machine="emulated-200mbit", chunks=1, alltoall="direct")
+    x = torch.randn(3, 5, D, requires_grad=True)
+    with closing(moefx.compile(Unbound(), mesh, options, example_inputs=(x,))) as model:
+        rows = model.report().to_dict()["links"]
+    sent = {(row["graph"], row["link"], row["what"]): row["bytes"] for row in rows}
+    whole = 15 * K * D * 4
+    for graph in ("forward", "backward"):
+        for what in ("rows out", "rows back"):
+            assert sent[graph, "within a node", what] == pytest.approx(whole / 4)
+            assert sent[graph, "between nodes", what] == pytest.approx(whole / 2)
+    assert any(what == "gradients" for _, _, what in sent)
 
 
 def test_candidates_reason_machine_and_formulas(planned):
@@ -90,7 +159,6 @@ def test_candidates_reason_machine_and_formulas(planned):
     assert "figures assumed" in text
     assert region.reason in text
     assert "alpha_all_to_all_inter" in text
-    assert "OptSche with r chunks takes Max(" in text
     assert "sizes: s" in text
     assert "\x1b[" not in text
     assert max(map(len, text.splitlines())) <= 120
@@ -119,7 +187,7 @@ def test_without_a_machine_it_says_so_and_how_to_get_one(plain):
     choice = found.regions[0].choice
     assert (choice.chunks, choice.alltoall, choice.codec) == (2, "direct", "bf16")
     text = str(found)
-    assert "no machine was given" in text
+    assert "No machine was given" in text
     assert "moefx calibrate" in text
     assert "chunks 2, all-to-all direct, codec bf16" in text
 
@@ -129,10 +197,14 @@ def test_equal_regions_are_said_once(planned):
     (program,), region = planned.programs, planned.regions[0]
     several = [replace(region, region=n, module=f"layers.{n}.mlp") for n in range(48)]
     several[5] = replace(several[5], reason="another reason")
+    slower = replace(region.plan.chosen, forward_s=1.0)
+    several[7] = replace(several[7], plan=replace(region.plan, chosen=slower))
     text = str(replace(planned, programs=(replace(program, regions=tuple(several)),)))
     assert "region 0 to 4, 6 to 47 (layers.0 to 4, 6 to 47.mlp)" in " ".join(text.split())
-    assert "region 5 (layers.5.mlp): another reason" in text
-    assert "47 equal regions" in text
+    said = " ".join(text.split())
+    assert re.search(r"region 5 \(layers\.5\.mlp\): It runs with [^:]*: another reason", said)
+    times = f"{1e3 * region.plan.chosen.seconds:.3f} ms to {1e3 * slower.seconds:.3f} ms"
+    assert f"47 regions decide alike, in {times}; the figures are those of region 0" in said
     assert text.count("chunks") < 3 * str(planned).count("chunks")
 
 
@@ -157,18 +229,20 @@ def test_memory_is_drawn_node_by_node(plain, tmp_path):
     report, found = moefx.explain(plain).programs[0], moefx.memory(plain)
     assert {graph: found.peak(graph) for graph in ("forward", "backward")} == report.peaks
     peak = report.peaks["forward"]
-    text = found.draw(tmp_path / "memory.svg").read_text()
-    assert f"forward: predicted peak {peak.bytes / 2**10:.1f} KiB at {peak.node}" in text
-    assert "easured" not in text, "nothing was"
-    assert " KiB</text>" in text
+    data = found.to_dict()
+    assert data["peaks"]["forward"] == {"bytes": peak.bytes, "node": peak.node}
+    drawn = charts.memory(data)["data"]
+    assert {each["name"] for each in drawn} >= {"gradients", "kept for the backward"}
+    assert "measured" not in {each["name"] for each in drawn}, "nothing was"
     (last, _) = found.spaces["device"]["forward"][-1]
-    text = found.draw(tmp_path / "memory.svg", {"forward": {last: 3 * 2**20}}).read_text()
-    assert f"measured peak {3 + found.resident / 2**20:.1f} MiB" in text
-    assert text.count("<polyline") == 1
-    assert text.rstrip().endswith("</svg>")
+    (line,) = [each for each in charts.memory(found.to_dict({"forward": {last: 3 * 2**20}}))["data"]
+               if each["name"] == "measured"]  # fmt: skip
+    assert [size for size in line["y"] if size is not None] == pytest.approx([(3 * 2**20 + found.resident) / 1e3])
+    pytest.importorskip("plotly")
+    assert found.draw(tmp_path / "memory.html").read_text().rstrip().endswith("</html>")
 
 
-def test_memory_tells_what_it_is_for(plain, tmp_path):
+def test_memory_tells_what_it_is_for(plain):
     """The step is over and nothing but gradients, parameters and what the user has is left; before, what is saved."""
     found = moefx.memory(plain)
     local = [each.to_local() if isinstance(each, DTensor) else each for each in (*plain.parameters(), *plain.buffers())]
@@ -191,7 +265,7 @@ def test_memory_tells_what_it_is_for(plain, tmp_path):
     state, steps = moefx.memory(plain, optimizer=optimizer), 4 * len(optimizer.state)
     assert set(state.parts["forward"]["optimizer's state"]) == {gradients + steps}
     assert state.peak("backward").bytes == found.peak("backward").bytes + gradients + steps
-    assert "optimizer's state" in state.draw(tmp_path / "memory.svg").read_text().replace("&#x27;", "'")
+    assert "optimizer's state" in {each["name"] for each in charts.memory(state.to_dict())["data"]}
 
 
 def test_what_could_not_be_used_is_said():

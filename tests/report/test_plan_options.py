@@ -22,7 +22,6 @@ from moefx.planning.folding import Fold, Layer, best_fold
 from moefx.report import search as searching
 from moefx.report.described import described
 from moefx.report.hints import hints_of
-from moefx.report.picture import _CHARACTER, _WIDTH, _apart
 from moefx.report.search import Facts, Where, candidates
 from moefx.report.what_if import plan_of
 from tests.report.test_what_if import MACHINE, compiled_for, three
@@ -178,26 +177,6 @@ def test_hints_name_configs_alone(tmp_path, free):
     assert caught.value.hint == str(tmp_path / "nopes.json")
     with pytest.raises(MoefxError, match="has no model_type"):
         described(str(tmp_path / "nop.json"), 1, 16)
-
-
-# The picture
-
-
-def test_the_picture_has_all_of_its_title_names_axes_and_tells_curves_apart(tmp_path, free):
-    name = "a/folder/with/a/long/name/" * 6 + "config.json"
-    curves = {batch: {"direct": 1.0, "2dh": 1.01, "pipe": 1.02, "1dh": 90.0} for batch in (1, 2, 4)}
-    layers = (dataclasses.replace(free.layers[0], curves=curves, chosen=dict.fromkeys(curves, "direct, 2 chunks")),)
-    text = dataclasses.replace(free, model=name, layers=layers).draw(tmp_path / "a.svg").read_text()
-    places = re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="start"[^>]*>([^<]*)<', text)
-    assert all(float(x) + _CHARACTER * len(words) <= _WIDTH for x, words in places)
-    assert "".join(words for _, words in places).replace(" ", "").startswith(name)
-    for axis in ("sequences of a rank (batch)", "ms per sequence", "GPUs", "ms of a step"):
-        assert f">{axis}<" in text
-    first = text.split("GPUs")[0]
-    looks = re.findall(r'<polyline [^>]*stroke="([^"]*)"[^>]*stroke-dasharray="([^"]*)"', first)
-    assert len(looks) == len({look for _, look in looks}) == len({color for color, _ in looks}) == 3
-    assert "more than 5 times the fastest: 1dh" in first
-    assert _apart({"a": 100.0, "b": 101.0, "c": 30.0}) == {"b": 101.0, "a": 86.0, "c": 30.0}
 
 
 # Searches

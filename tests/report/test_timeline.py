@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 import moefx
 from moefx.__main__ import app
 from moefx.errors import MoefxError, UnsupportedUse
-from moefx.report import svg
+from moefx.report import charts
+from moefx.report.run import of_trace
 from moefx.report.step_times import IDLE, Comparison, StepTimes
-from moefx.report.trace_views import draw, summary, typical_step
+from moefx.report.trace_views import summary
 from moefx.report.traces import Process, Span, Trace, one_at_a_time
 from moefx.runtime.profiler import ClockOffset, Profiler, estimate
 from tests.support.handmade import Loop, OneLayer
@@ -260,17 +261,11 @@ def test_a_file_that_is_no_trace(tmp_path, text):
 
 def test_the_command(tmp_path):
     hand_made().save(tmp_path / "trace.json")
-    done = CliRunner().invoke(app, ["trace", str(tmp_path / "trace.json"), "--svg", str(tmp_path / "t.svg")])
+    done = CliRunner().invoke(app, ["trace", str(tmp_path / "trace.json")])
     assert done.exit_code == 0, done.output
     assert "50% of the communication is hidden (predicted: 50%)" in done.output
     assert "6000.000" in done.output, "the mean step of a rank takes (4 + 8) / 2 s"
     assert "off, 33% too short; most of the difference of +2000.000 ms" in " ".join(done.output.split())
-    picture = (tmp_path / "t.svg").read_text()
-    assert picture.count("<title>") == 2 * 3, "step 1, the slower one of two, has no prediction"
-    assert picture.count(": 8000.0 ms, 50% of the communication is hidden</text>") == 2
-    assert picture.count(">exchange of rows</text>") == picture.count(">computation</text>") == 2
-    assert [f">{tick}</text>" in picture for tick in (0, 1000, 8000)] == [True] * 3
-    assert ">time in ms</text>" in picture
 
 
 def test_the_tables_compare_tasks():
@@ -293,19 +288,25 @@ def test_tasks_of_layers_that_are_alike_are_one_row():
                     ["other", "forward", "E[3].0", "compute", "250.000", "250.000", "1.00"]]  # fmt: skip
 
 
-def test_a_picture_of_a_step_that_is_not_there(tmp_path):
-    assert typical_step(hand_made()) == 1
+def test_a_typical_step_is_drawn():
+    """Step 1, the slower one of two, has no prediction; every process begins at 0."""
+    trace = hand_made()
+    assert trace.typical_step == 1
+    shown = trace.of_step(1)
+    assert [process.name for process in shown.processes] == ["rank 0", "rank 1"]
+    figure = charts.timeline(shown, "forward")
+    for axis in ("y", "y2"):
+        bars = [bar for bar in figure["data"] if bar["yaxis"] == axis]
+        found = {track: (base, long) for bar in bars for track, base, long in zip(bar["y"], bar["base"], bar["x"])
+                 if track == "compute"}  # fmt: skip
+        assert found == {"compute": (2000, 4000)}
+        assert sorted(begin for bar in bars for begin in bar["base"]) == [0, 2000, 4000]
+    assert figure["layout"]["yaxis"]["domain"][0] > figure["layout"]["yaxis2"]["domain"][1], "one below the other"
+    assert "takes rank 0 8000.0 ms, rank 1 8000.0 ms." in of_trace(trace, "t").to_dict()["sentences"][1]
     with pytest.raises(MoefxError, match="no step 5"):
-        draw(hand_made(), tmp_path / "t.svg", step=5)
+        trace.of_step(5)
     with pytest.raises(MoefxError, match="no spans"):
-        draw(Trace(()), tmp_path / "t.svg")
-
-
-@pytest.mark.parametrize(("longest", "most", "found"), [
-    (8.0, 10, [0, 1, 2, 3, 4, 5, 6, 7, 8]), (38.4, 6, [0, 10, 20, 30]), (0.3, 3, [0, 0.1, 0.2, 0.3]), (0.0, 5, [0]),
-])  # fmt: skip
-def test_ticks_are_round(longest, most, found):
-    assert svg.ticks(longest, most) == pytest.approx(found)
+        _ = Trace(()).typical_step
 
 
 # ---- a real program
@@ -393,6 +394,17 @@ def test_one_rank_and_a_graph_in_nobodys_order():
         assert step == profile.compare() == Comparison.of(profile.trace)
         assert step.measured.seconds == pytest.approx(profile.trace.rank(0).run_seconds)
         assert "measured: a step takes" in str(moefx.explain(compiled))
+        (loads,), (stats,) = profile.loads.values(), compiled.moe_stats().values()
+        assert loads == [stats.load]
+        found = compiled.report()
+        tree = found.to_dict()
+        assert tree["loads"] == profile.loads
+        assert tree["explanation"]["step"]["measured"]["seconds"] == step.measured.seconds
+        shown = Trace.from_chrome(tree["timeline"])
+        assert [process.rank for process in shown.processes] == [0, None]
+        assert shown.rank(0).run_seconds == pytest.approx(step.measured.seconds)
+        assert tree["links"] == [], "there is nobody to send to"
+        assert str(found).splitlines()[1:4] == tree["sentences"]
         with moefx.profile(compiled) as empty:
             pass
         with pytest.raises(UnsupportedUse, match="no step ran"):

@@ -15,13 +15,14 @@ import moefx
 from moefx.__main__ import app
 from moefx.costmodel.machines import preset
 from moefx.errors import MeshError, ModelError, MoefxError, UnsupportedUse
-from moefx.report import what_if
+from moefx.report import page, what_if
 from moefx.report.described import described
 from moefx.report.layers import cut, layers_of
 from moefx.report.one_look import linear, nobody
 from moefx.report.programs import compiled
 from moefx.report.what_if import asked, mesh_of
 from moefx.report.within import Counts
+from moefx.report.words import ms
 from tests.support.handmade import Block, D, LanguageModel, Loop, make_moe
 from tests.support.ranks import fake_world
 
@@ -187,7 +188,7 @@ def check_alike(few, whole) -> None:
     assert few.memory == pytest.approx(whole.memory, rel=1e-6)
 
 
-def test_a_plan_is_the_same_extrapolated_and_whole_and_stays_within_a_limit(tmp_path):
+def test_a_plan_is_the_same_extrapolated_and_whole_and_stays_within_a_limit():
     programs = compiled_for(described(three, 2, 64, dtype="float32"))
     few, limited = what_if.plan_of(programs, None, 1, curves=True), what_if.plan_of(programs, 6.5e5, 1)
     check_alike(few, plan_of(whole=True))
@@ -201,9 +202,12 @@ def test_a_plan_is_the_same_extrapolated_and_whole_and_stays_within_a_limit(tmp_
     assert data["step_s"] == pytest.approx(sum(few.seconds.values()))
     assert data["layers"][0]["regions"][0]["candidates"]
     assert data["layers"][0]["over_batches"]["64"]["seconds"]
-    picture = few.draw(tmp_path / "plan.svg").read_text()
-    assert picture.count("<polyline") > 1
-    assert "ep=" in picture
+    drawn = page.html({"title": data["title"], "sentences": data["sentences"], "plan": data}, "")
+    assert "ms per sequence over sequences of a rank (batch)" in drawn
+    assert "ms of a step over GPUs" in drawn
+    assert "Chosen: from " in drawn
+    assert f"takes {ms(few.step_s)} for a step" in drawn
+    assert 'class="count">3 x</span>' in drawn
 
     assert limited.memory["peak"] <= 6.5e5 < few.memory["peak"]
     assert limited.memory["kept"] < few.memory["kept"]
@@ -231,8 +235,8 @@ def test_too_little_memory_says_what_would_fit():
 @pytest.mark.full
 def test_the_command_plans_and_draws(tmp_path):
     asked = ["plan", "Qwen3MoeConfig", "--gpus", "256", "--machine", MACHINE, "--layers", "3", "--seq", "512"]
-    out = CliRunner().invoke(app, [*asked, "--svg", str(tmp_path / "a.svg"), "--json", str(tmp_path / "a.json")])
+    out = CliRunner().invoke(app, [*asked, "--html", str(tmp_path / "a.html"), "--json", str(tmp_path / "a.json")])
     assert out.exit_code == 0, out.output
     assert "3 layers" in out.output
     assert json.loads((tmp_path / "a.json").read_text())["ep"] > 1
-    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert "Plotly.react" in (tmp_path / "a.html").read_text()
