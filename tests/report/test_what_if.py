@@ -105,7 +105,7 @@ def test_a_config_of_an_unknown_kind_is_told_with_the_nearest(tmp_path):
 def test_functions_bring_their_inputs_or_get_token_ids():
     assert described(other_inputs, 1, 8).kwargs["labels"].shape == (3, 16)
     assert described(f"{__name__}:deep", 1, 8).args[0].shape == (1, 8)
-    with pytest.raises(ModelError, match="a list is no "):
+    with pytest.raises(ModelError, match="a list is not "):
         described(list, 1, 8)
     with pytest.raises(MoefxError, match="float32"):
         described(deep, 1, 8, dtype="float8")
