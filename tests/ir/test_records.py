@@ -55,7 +55,9 @@ WORDS = {
     "ir/rules_moe.py": {"enter_experts", "leave_experts"},  # come in pairs
     "ir/ragged.py": {"route", "dispatch", "combine", "expert_rows"},  # names of nodes
     "analysis/tasks.py": {"route", "repack"},  # kinds of tasks, and their colours
-    "report/trace_views.py": {"route", "repack"},
+    "report/charts.py": {"route", "repack"},
+    "report/layer_graphs.py": {"route", "repack", "exchange_counts", "counts_to_host",  # kinds of tasks
+                               "dispatch", "combine"},  # and words for people
     "report/step_times.py": {"route", "repack", "exchange_counts"},
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
