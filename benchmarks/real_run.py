@@ -36,7 +36,7 @@ from models import COMMON, build  # noqa: E402
 from train_moe import Trainer, parse  # noqa: E402
 
 SEQUENCES = 16  # of a step
-NOISE = 2e-3  # of a loss, in the mean of ten steps: what another order of sums leads to by then
+NOISE = 2e-3  # of a loss, in the mean of ten steps: how far another order of sums may lead. A bound that is asked for
 
 
 def plain(steps: int, *, dense: bool) -> list[float]:
