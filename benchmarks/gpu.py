@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--out FOLDER] [--only PIECE ..] [--seconds 520]
 
-For a fresh machine with torch 2.11 or later, Triton, transformers and one GPU; it stops after --seconds. It writes gpu.json
-after every piece, then gpu.md; start it again, and it does what is not there yet. Pieces run in a process that is
+For a fresh machine with torch 2.11 or later, Triton, transformers and one GPU. It stops after --seconds, and writes
+gpu.json after every piece, then gpu.md; started again, it does the rest. Pieces run in a process that is
 replaced if it dies or hangs, so one bad kernel takes nothing with it. Without a GPU everything runs on CPU with tiny
 sizes, Triton interpreted: a test of this script, whose times mean nothing.
 
