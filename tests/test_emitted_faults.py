@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "rows overwritten while they are sent": (F, line(
         "r0_enter_a2a_c0_inter_started =",
         lambda old: [old.replace("; del", "; r0_enter_a2a_c0_by_node.zero_(); del")]),
-        r"on the stream 'compute' writes to memory that all_to_all on 'tokens of ranks \[0, 2\]' reads"),
+        r"on the stream 'compute' writes to memory that all_to_all on 'tokens of ranks \[\d, \d\]' reads"),
     "a gradient overwritten while it is reduced": (B, line(
         "reduced_grad_down_started =", lambda old: [old.replace("; del", "; grad_down.neg_(); del")]),
                                                    "gradient of down differs"),
