@@ -62,6 +62,7 @@ from moefx._torch_compat.process_groups import (
 )
 from moefx._torch_compat.regions import (
     can_reuse_regions,
+    fake_as,
     fake_strided,
     is_checkpoint,
     is_region,
@@ -96,6 +97,7 @@ __all__ = [  # what is passed on to the importers of this module
     "dtensor_spec",
     "fake_cache",
     "fake_store",
+    "fake_as",
     "fake_strided",
     "faking",
     "flash_groups_keys",

@@ -23,6 +23,7 @@ class Sizes:
         self.mode = mode
         self.symbols = {old: new for old, new in symbols.items() if old != new}
         self._made: dict[sympy.Expr, torch.SymInt] = {}
+        self._resized: dict[tuple, Tensor] = {}
 
     def of(self, found: Any) -> Any:
         if not self.symbols:
@@ -30,8 +31,7 @@ class Sizes:
         if isinstance(found, (tuple, list)):
             return type(found)(map(self.of, found))
         if isinstance(found, Tensor):
-            sizes = (*found.shape, *found.stride())
-            return self._tensor(found) if any(map(self._changes, sizes)) else found
+            return self._tensor(found)
         return self._size(found) if isinstance(found, torch.SymInt) else found
 
     def _changes(self, size: Any) -> bool:
@@ -40,10 +40,23 @@ class Sizes:
         return not self.symbols.keys().isdisjoint(expr(size).free_symbols)
 
     def _tensor(self, found: Tensor) -> Tensor:
-        with self.mode, torch.no_grad():
-            new = torch.empty_strided(tuple(map(self._size, found.shape)), tuple(map(self._size, found.stride())),
-                                      dtype=found.dtype, device=found.device)  # fmt: skip
+        like = self._like(found)
+        if like is found:
+            return found
+        new = compat.fake_as(self.mode, like)
         return new.requires_grad_() if found.requires_grad else new
+
+    def _like(self, found: Tensor) -> Tensor:
+        """A fake with the sizes of the other block; the same for all of equal sizes."""
+        sizes = (*found.shape, *found.stride(), found.storage_offset())
+        if not any(map(self._changes, sizes)):
+            return found
+        key = (found.dtype, found.device, *map(expr, sizes))
+        if key not in self._resized:
+            self._resized[key] = compat.fake_strided(
+                self.mode, found, *(tuple(map(self._size, each)) for each in (found.shape, found.stride())),
+                self._size(sizes[-1]))  # fmt: skip
+        return self._resized[key]
 
     def _size(self, found: Any) -> Any:
         if not self._changes(found):
@@ -61,7 +74,7 @@ class Fakes(Sizes):
     def __init__(self, mode: Any, symbols: Mapping[sympy.Symbol, sympy.Symbol],
                  inputs: Iterable[tuple[Any, Any]]) -> None:  # fmt: skip
         super().__init__(mode, symbols)
-        self._memory = {memory_of(a): b.untyped_storage() for a, b in inputs if isinstance(a, Tensor)}
+        self._memory = {memory_of(a): b for a, b in inputs if isinstance(a, Tensor)}
 
     def of(self, found: Any) -> Any:
         if isinstance(found, (tuple, list)):
@@ -69,12 +82,9 @@ class Fakes(Sizes):
         return self._tensor(found) if isinstance(found, Tensor) else super().of(found)
 
     def _tensor(self, found: Tensor) -> Tensor:
-        memory = self._memory.get(memory_of(found))
-        shape, strides, offset = found.shape, found.stride(), found.storage_offset()
-        new = compat.fake_strided(self.mode, found, tuple(map(self._size, shape)), tuple(map(self._size, strides)),
-                                  self._size(offset), memory)  # fmt: skip
-        if memory is None:
-            self._memory[memory_of(found)] = new.untyped_storage()
+        memory = memory_of(found)
+        new = compat.fake_as(self.mode, self._like(found), self._memory.get(memory))
+        self._memory.setdefault(memory, new)
         if not found.requires_grad:
             return new
         return new.requires_grad_() if found.is_leaf else _Derived.of(new)
