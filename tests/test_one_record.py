@@ -19,6 +19,7 @@ from moefx.costmodel.amounts import Kind, amounts_of, at
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import REGISTRY, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.ir.ops.exchange import way
 from moefx.ir.ops.order import start
@@ -40,27 +41,13 @@ HERE = __name__
 # A second order of rows: the last row first.
 
 
-@torch.library.custom_op("moefx::toy_flip", mutates_args=())
+@meaning(
+    lambda rows, *_: torch.empty_like(rows),
+    gradient=lambda grad, rows, host, reverse: toy_flip(grad, host, not reverse),
+)
 def toy_flip(rows: Tensor, host: Tensor, reverse: bool) -> Tensor:
     """Rows by slot -> the last one first, or back if `reverse`."""
     return rows.flip(0)
-
-
-@toy_flip.register_fake
-def _(rows, host, reverse):
-    return torch.empty_like(rows)
-
-
-def _setup_flip(ctx, inputs, output):
-    _, host, ctx.reverse = inputs
-    ctx.save_for_backward(host)
-
-
-def _flip_backward(ctx, grad):
-    return torch.ops.moefx.toy_flip(grad, *ctx.saved_tensors, not ctx.reverse), None, None
-
-
-toy_flip.register_autograd(_flip_backward, setup_context=_setup_flip)
 
 
 def flip(rows: Tensor) -> Tensor:
@@ -71,30 +58,14 @@ def flip(rows: Tensor) -> Tensor:
 # An exchange of its own, which scales what it sends.
 
 
-@torch.library.custom_op("moefx::toy_exchange", mutates_args=())
+@meaning(
+    lambda rows, host, out_rows, *_: sized(rows, 0, out_rows),
+    gradient=lambda grad, rows, host, _, *how: toy_exchange(
+        grad.contiguous(), host, rows.shape[0], *how[:-1], not how[-1]),
+)  # fmt: skip
 def toy_exchange(rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, scale: float, reverse: bool) -> Tensor:
     """`all_to_all` of the rows times `scale`."""
     return torch.ops.moefx.all_to_all(rows * scale, host, out_rows, n, axis, reverse)
-
-
-@toy_exchange.register_fake
-def _(rows, host, out_rows, n, axis, scale, reverse):
-    return rows.new_empty((out_rows, *rows.shape[1:]))
-
-
-def _setup_exchange(ctx, inputs, output):
-    rows, host, _, *ctx.how, ctx.reverse = inputs
-    ctx.rows = rows.shape[0]
-    ctx.save_for_backward(host)
-
-
-def _exchange_backward(ctx, grad):
-    (host,) = ctx.saved_tensors
-    back = torch.ops.moefx.toy_exchange(grad.contiguous(), host, ctx.rows, *ctx.how, not ctx.reverse)
-    return back, *[None] * 6
-
-
-toy_exchange.register_autograd(_exchange_backward, setup_context=_setup_exchange)
 
 
 def exchange_start(session, rows, plan, *, scale, **how):
@@ -105,15 +76,10 @@ def exchange_start(session, rows, plan, *, scale, **how):
 # A collective in a region that moves no rows.
 
 
-@torch.library.custom_op("moefx::toy_gather", mutates_args=())
+@meaning(lambda part, n, axis: sized(part, 0, n * part.shape[0]))
 def toy_gather(part: Tensor, n: int, axis: str) -> Tensor:
     """All ranks' parts: [S, ..] -> [n*S, ..]."""
     return world.current().all_gather(part, axis)
-
-
-@toy_gather.register_fake
-def _(part, n, axis):
-    return part.new_empty(n * part.shape[0], *part.shape[1:])
 
 
 def _wire(node) -> Volume:

@@ -178,7 +178,7 @@ class Renamed:
 
 
 def fake_strided(mode: Any, like: Tensor, sizes: tuple, strides: tuple, offset: Any) -> Tensor:
-    """A fake of these sizes, and else like another one, without running an op on fakes, which takes ten times as long."""
+    """A fake of these sizes, and else like another one, without an op on fakes, which takes ten times as long."""
     meta = torch.empty(0, dtype=like.dtype, device="meta")
     return FakeTensor(mode, meta.set_(meta.untyped_storage(), offset, sizes, strides), like.device)
 

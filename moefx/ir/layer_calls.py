@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moefx.ir.meaning import meaning
+
 
 class Fakes(Protocol):
     """Who knows what the calls of a trace give, by their number."""
@@ -42,39 +44,23 @@ def answered_by(fakes: Fakes) -> Iterator[None]:
         _running.pop()
 
 
-@torch.library.custom_op("moefx::layer_forward", mutates_args=())
+@meaning(lambda tensors, sizes, call: _running[-1].outputs(call))
 def layer_forward(tensors: list[Tensor], sizes: list[int], call: int) -> list[Tensor]:
     raise AssertionError("a call of a layer is never run")
 
 
-@layer_forward.register_fake
-def _(tensors, sizes, call):
-    return _running[-1].outputs(call)
-
-
-@torch.library.custom_op("moefx::layer_backward", mutates_args=())
+@meaning(lambda grads, call, given: _running[-1].gradients(call, frozenset(given)))
 def layer_backward(grads: list[Tensor], call: int, given: list[int]) -> list[Tensor]:
     raise AssertionError("a call of a layer is never run")
 
 
-@layer_backward.register_fake
-def _(grads, call, given):
-    return _running[-1].gradients(call, frozenset(given))
-
-
-@torch.library.custom_op("moefx::hand_on", mutates_args=())
+@meaning(
+    lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device), gradient=lambda grad, x: grad
+)
 def hand_on(x: Tensor) -> Tensor:
     """What a layer read, for those that read it after this layer. Their gradient is there before the layer's own, so
     that all are added up in the order in which autograd would."""
     return x.clone()
-
-
-@hand_on.register_fake
-def _(x):
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-hand_on.register_autograd(lambda ctx, grad: grad)
 
 
 class _Call(torch.autograd.Function):
@@ -103,4 +89,3 @@ class _Call(torch.autograd.Function):
 def call_layer(call: int, *args: Any) -> tuple[Tensor, ...]:
     """The outputs of the layer with this number, of tensors and sizes."""
     return _Call.apply(call, *args)
-

@@ -1,8 +1,8 @@
 """What the compiler knows of a dialect op, in one record per op.
 
-The meaning is the plain-torch body given to `torch.library.custom_op` (it runs on one rank, or on several through
-`ir.world`); the fake kernel and the backward are registered beside it. Here stand the facts that passes, the verifier,
-the cost model, the linker and pictures ask for. Nobody else knows an op by its name, except for who makes it.
+The meaning is a body in plain torch (it runs on one rank, or on several through `ir.world`), with the type of its
+result and its gradient (`ir.meaning`). Here stand the facts that passes, the verifier, the cost model, the linker and
+pictures ask for. Nobody else knows an op by its name, except for who makes it.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.errors import VerifyError
 from moefx.ir import edit, world
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import REGISTRY, Along, Volume, argument, define, lookup, value
 from moefx.ir.rules import View
 from moefx.ir.types import Type, Types
@@ -48,42 +49,28 @@ ops = torch.ops.moefx
 # What programs that use `mp` will need: a cut whose transpose is a gather, the gather, and a sum.
 
 
-@torch.library.custom_op("moefx::toy_split", mutates_args=())
+@meaning(
+    lambda x, n, axis: sized(x, 0, x.shape[0] // n),
+    gradient=lambda grad, x, *how: toy_join(grad.contiguous(), *how),
+)
 def toy_split(x: Tensor, n: int, axis: str) -> Tensor:
     """This rank's rows of what all ranks have."""
     return x.chunk(n)[world.current().coordinate(axis)].clone()
 
 
-@torch.library.custom_op("moefx::toy_join", mutates_args=())
+@meaning(
+    lambda x, n, axis: sized(x, 0, x.shape[0] * n),
+    gradient=lambda grad, x, *how: toy_split(grad.contiguous(), *how),
+)
 def toy_join(x: Tensor, n: int, axis: str) -> Tensor:
     """The rows of all ranks."""
     return world.current().all_gather(x, axis)
 
 
-@torch.library.custom_op("moefx::toy_sum", mutates_args=())
+@meaning(lambda x, axis: torch.empty_like(x), gradient=lambda grad, *_: grad.clone())
 def toy_sum(x: Tensor, axis: str) -> Tensor:
     """The sum over the ranks."""
     return world.current().all_reduce(x, axis)
-
-
-def _split_fake(x, n, axis):
-    return x.new_empty(x.shape[0] // n, *x.shape[1:])
-
-
-def _join_fake(x, n, axis):
-    return x.new_empty(x.shape[0] * n, *x.shape[1:])
-
-
-def _setup(ctx, inputs, output):
-    ctx.how = inputs[1:]
-
-
-toy_split.register_fake(_split_fake)
-toy_join.register_fake(_join_fake)
-toy_sum.register_fake(lambda x, axis: torch.empty_like(x))
-toy_split.register_autograd(lambda ctx, g: (ops.toy_join(g.contiguous(), *ctx.how), None, None), setup_context=_setup)
-toy_join.register_autograd(lambda ctx, g: (ops.toy_split(g.contiguous(), *ctx.how), None, None), setup_context=_setup)
-toy_sum.register_autograd(lambda ctx, g: (g.clone(), None), setup_context=_setup)
 
 
 @pytest.fixture(autouse=True)

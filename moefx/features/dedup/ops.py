@@ -15,10 +15,16 @@ from torch.fx import Node
 from moefx.features.dedup import runtime
 from moefx.ir.fates import MIXED, ORDERED, TAKEN, UNREAD, Operand, shape_of, stay
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning
 from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes, value
 
 
-@torch.library.custom_op("moefx::route_nodes", mutates_args=())
+@meaning(
+    lambda idx, num_slots, nodes, *_: (
+        idx.new_empty(idx.shape[0] * min(idx.shape[1], nodes), dtype=torch.int64),
+        idx.new_empty(nodes + num_slots, dtype=torch.int64),
+    )
+)
 def route_nodes(idx: Tensor, num_slots: int, nodes: int, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sort the nodes of the choices `idx` [T, K], each once per token: perm [T*W], counts [nodes + E] of rows per node
     and pairs per slot. `table` is that of `route`, with one replica.
@@ -28,43 +34,22 @@ def route_nodes(idx: Tensor, num_slots: int, nodes: int, table: Tensor | None = 
     return runtime.route_nodes(idx, num_slots, nodes, table)
 
 
-@route_nodes.register_fake
-def _(idx, num_slots, nodes, table=None):
-    width = min(idx.shape[1], nodes)
-    return idx.new_empty(idx.shape[0] * width, dtype=torch.int64), idx.new_empty(nodes + num_slots, dtype=torch.int64)
-
-
-@torch.library.custom_op("moefx::dispatch_ids", mutates_args=())
+@meaning(lambda idx, perm, *_: idx.new_empty((perm.shape[0], idx.shape[1]), dtype=torch.int32))
 def dispatch_ids(idx: Tensor, perm: Tensor, num_slots: int, nodes: int, table: Tensor | None = None) -> Tensor:
     """The choices that a row takes along to its node: [T, K] -> [T*W, K], -1 for those of other nodes."""
     return runtime.dispatch_ids(idx, perm, num_slots, nodes, table)
 
 
-@dispatch_ids.register_fake
-def _(idx, perm, num_slots, nodes, table=None):
-    return idx.new_empty((perm.shape[0], idx.shape[1]), dtype=torch.int32)
-
-
-@torch.library.custom_op("moefx::node_traffic", mutates_args=())
+@meaning(lambda traffic, nodes, n, *_: traffic.new_empty(n, n))
 def node_traffic(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
     """What all ranks counted, [n, nodes + E] -> rows per (source, rank of the same number on a node) [n, n]."""
     return runtime.node_traffic(traffic, nodes)
 
 
-@node_traffic.register_fake
-def _(traffic, nodes, n, axis):
-    return traffic.new_empty(n, n)
-
-
-@torch.library.custom_op("moefx::traffic_on_nodes", mutates_args=())
+@meaning(lambda traffic, nodes, n, *_: traffic.new_empty(n, traffic.shape[1] - nodes))
 def traffic_on_nodes(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
     """The same -> rows per (rank that they crossed to, slot) [n, E]: the traffic of the nested routing."""
     return runtime.traffic_on_nodes(traffic, nodes)
-
-
-@traffic_on_nodes.register_fake
-def _(traffic, nodes, n, axis):
-    return traffic.new_empty(n, traffic.shape[1] - nodes)
 
 
 def enter_node(x: Tensor, perm: Tensor, region: int) -> Tensor:

@@ -18,12 +18,13 @@ from moefx.errors import VerifyError
 from moefx.features.exact import calibration, transport
 from moefx.features.exact.rules import of_loads
 from moefx.ir import world
+from moefx.ir.meaning import meaning
 from moefx.ir.op import VALUES, Along, Stage, Tokens, Volume, define, nbytes
 from moefx.ir.redistribute import redistribute
 from moefx.placement import tables
 
 
-@torch.library.custom_op("moefx::exchange_loads", mutates_args=())
+@meaning(lambda choices, experts, n, *_: torch.empty((n, len(choices), experts), dtype=torch.int64))
 def exchange_loads(choices: Sequence[Tensor], experts: int, n: int, axis: str) -> Tensor:
     """All-gather of every rank's rows per expert, to the host: choices [T_c, K] of every chunk -> [n, C, E].
 
@@ -33,12 +34,12 @@ def exchange_loads(choices: Sequence[Tensor], experts: int, n: int, axis: str) -
     return world.current().all_gather(torch.stack(counts)[None], axis).cpu()
 
 
-@exchange_loads.register_fake
-def _(choices, experts, n, axis):
-    return torch.empty((n, len(choices), experts), dtype=torch.int64)
-
-
-@torch.library.custom_op("moefx::plan_exact", mutates_args=())
+@meaning(
+    lambda loads, *_: (
+        loads.new_empty((loads.shape[2], loads.shape[0])),
+        loads.new_empty((*loads.shape, loads.shape[0])),
+    )
+)
 def plan_exact(loads: Tensor, homes: Tensor, room: int, spare: int, per_node: int) -> tuple[Tensor, Tensor]:
     """Who takes which rows, so that all ranks have equally many: loads [n, C, E] -> table [E, P], rows per (source,
     chunk, expert, place) [n, C, E, P], all on the host. Column 0 of `homes` [E, ..] says where experts live.
@@ -49,13 +50,13 @@ def plan_exact(loads: Tensor, homes: Tensor, room: int, spare: int, per_node: in
     return torch.from_numpy(found[0]), torch.from_numpy(found[1])
 
 
-@plan_exact.register_fake
-def _(loads, homes, room, spare, per_node):
-    n, chunks, experts = loads.shape
-    return loads.new_empty((experts, n)), loads.new_empty((n, chunks, experts, n))
-
-
-@torch.library.custom_op("moefx::plan_calibrated", mutates_args=())
+@meaning(
+    lambda loads, moves, *_: (
+        torch.empty_like(moves),
+        loads.new_empty((*loads.shape, moves.shape[1])),
+        torch.empty_like(moves),
+    )
+)
 def plan_calibrated(loads: Tensor, moves: Tensor, room: int, spare: int,
                     per_node: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The same where experts have copies already, moves [E, P], which stay: -> table [E, P], rows [n, C, E, P], and
@@ -69,36 +70,19 @@ def plan_calibrated(loads: Tensor, moves: Tensor, room: int, spare: int,
     return torch.from_numpy(table.copy()), torch.from_numpy(rows), torch.from_numpy(transport.added(before, table))
 
 
-@plan_calibrated.register_fake
-def _(loads, moves, room, spare, per_node):
-    n, chunks, experts = loads.shape
-    table = torch.empty_like(moves)
-    return table, loads.new_empty((n, chunks, experts, table.shape[1])), torch.empty_like(moves)
-
-
-@torch.library.custom_op("moefx::planned_table", mutates_args=())
+@meaning(lambda moves, device: torch.empty_like(moves, device=device))
 def planned_table(moves: Tensor, device: str) -> Tensor:
     """The table of a plan [E, P] in the memory of this rank's `device`, whose type is given."""
     return moves.to(device, copy=True)
 
 
-@planned_table.register_fake
-def _(moves, device):
-    return torch.empty_like(moves, device=device)
-
-
-@torch.library.custom_op("moefx::planned_quota", mutates_args=())
+@meaning(lambda rows, chunk, n, axis, device: rows.new_empty(rows.shape[2:], device=device))
 def planned_quota(rows: Tensor, chunk: int, n: int, axis: str, device: str) -> Tensor:
     """The `quota` [E, P] of `route`, of this rank and a chunk, on its `device`: rows [n, C, E, P] of a plan."""
     return rows[world.current().coordinate(axis), chunk].to(device, copy=True)
 
 
-@planned_quota.register_fake
-def _(rows, chunk, n, axis, device):
-    return rows.new_empty(rows.shape[2:], device=device)
-
-
-@torch.library.custom_op("moefx::planned_traffic", mutates_args=())
+@meaning(lambda counts, moves, rows, chunk, slots, n, *_: moves.new_empty((n, n * slots)))
 def planned_traffic(counts: Tensor, moves: Tensor, rows: Tensor, chunk: int, slots: int, n: int, axis: str) -> Tensor:
     """The traffic of a chunk, on the host, as its plan says: [n, n*S]. It need not wait for `counts` [n*S], which this
     rank's routing found.
@@ -111,21 +95,11 @@ def planned_traffic(counts: Tensor, moves: Tensor, rows: Tensor, chunk: int, slo
     return found
 
 
-@planned_traffic.register_fake
-def _(counts, moves, rows, chunk, slots, n, axis):
-    return moves.new_empty((n, n * slots))
-
-
-@torch.library.custom_op("moefx::planned_slots", mutates_args=())
+@meaning(lambda host, n, axis, device: host.new_empty(host.shape[1] // n, device=device))
 def planned_slots(host: Tensor, n: int, axis: str, device: str) -> Tensor:
     """Rows per slot of this rank, over all sources, on its `device`: [n, n*S] -> [S]."""
     me = world.current().coordinate(axis)
     return torch.as_tensor(host).view(n, n, -1)[:, me].sum(0).to(device)
-
-
-@planned_slots.register_fake
-def _(host, n, axis, device):
-    return host.new_empty(host.shape[1] // n, device=device)
 
 
 def _copied(node) -> Volume:

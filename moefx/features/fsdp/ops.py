@@ -14,12 +14,20 @@ from torch import Tensor
 
 from moefx.axes import split_axes
 from moefx.ir import world
+from moefx.ir.meaning import meaning
 from moefx.ir.op import Stage, argument, nbytes, numel, value
 from moefx.ir.redistribute import redistribute
 from moefx.layout import chunked
 
 
-@torch.library.custom_op("moefx::gather_shards", mutates_args=())
+@meaning(
+    lambda shards, rows, inputs, scale, n, axis, dtype: [
+        shard.new_empty((total, *shard.shape[1:]), dtype=dtype) for shard, total in zip(shards, rows)
+    ],
+    gradient=lambda grads, shards, _, inputs, scale, n, axis, dtype: scatter_shards(
+        grads, [shard.shape[0] for shard in shards], inputs, scale, n, axis, dtype and shards[0].dtype
+    ),
+)
 def gather_shards(shards: list[Tensor], rows: list[int], inputs: list[int], scale: float, n: int, axis: str,
                   dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
     """Parameters as all ranks together have them: [own rows, ..] each -> [rows, ..] each. inputs: which inputs of the
@@ -34,12 +42,11 @@ def gather_shards(shards: list[Tensor], rows: list[int], inputs: list[int], scal
     return found
 
 
-@gather_shards.register_fake
-def _(shards, rows, inputs, scale, n, axis, dtype):
-    return [shard.new_empty((total, *shard.shape[1:]), dtype=dtype) for shard, total in zip(shards, rows)]
-
-
-@torch.library.custom_op("moefx::scatter_shards", mutates_args=())
+@meaning(
+    lambda grads, most, inputs, scale, n, axis, dtype: [
+        grad.new_empty((size, *grad.shape[1:]), dtype=dtype) for grad, size in zip(grads, most)
+    ]
+)
 def scatter_shards(grads: list[Tensor], most: list[int], inputs: list[int], scale: float, n: int, axis: str,
                    dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
     """The transpose of `gather_shards`: the sum over the ranks of the gradient of this rank's rows, times `scale`,
@@ -52,25 +59,8 @@ def scatter_shards(grads: list[Tensor], most: list[int], inputs: list[int], scal
     return found
 
 
-@scatter_shards.register_fake
-def _(grads, most, inputs, scale, n, axis, dtype):
-    return [grad.new_empty((size, *grad.shape[1:]), dtype=dtype) for grad, size in zip(grads, most)]
-
-
 def _each(rows: int, axis: str) -> list[int]:
     return chunked(rows, [world.current().size(dim) for dim in split_axes(axis)])
-
-
-def _setup(ctx, inputs, output):
-    shards, _, *ctx.how, dtype = inputs
-    ctx.most, ctx.dtype = [shard.shape[0] for shard in shards], dtype and shards[0].dtype
-
-
-def _backward(ctx, grads):
-    return torch.ops.moefx.scatter_shards(list(grads), ctx.most, *ctx.how, ctx.dtype), *[None] * 6
-
-
-gather_shards.register_autograd(_backward, setup_context=_setup)
 
 
 def _own(node) -> sympy.Expr:

@@ -12,37 +12,21 @@ import torch
 from torch import Tensor
 
 from moefx.ir.fates import Operand, shape_of, stay
+from moefx.ir.meaning import meaning
 from moefx.ir.op import Volume, define, nbytes, value
 
 
-@torch.library.custom_op("moefx::to_host", mutates_args=())
+@meaning(lambda x: torch.empty_like(x, device="cpu"), gradient=lambda grad, x: to_device(grad, x.device.type))
 def to_host(x: Tensor) -> Tensor:
     """A copy of x, of any shape, in the host's memory."""
     return torch.empty_like(x, device="cpu").copy_(x)
 
 
-@torch.library.custom_op("moefx::to_device", mutates_args=())
+@meaning(lambda h, device: torch.empty_like(h, device=device), gradient=lambda grad, *_: to_host(grad))
 def to_device(h: Tensor, device: str) -> Tensor:
     """A copy of it in the memory of this rank's `device`, whose type is given."""
     return torch.empty_like(h, device=device).copy_(h)
 
-
-@to_host.register_fake
-def _(x):
-    return torch.empty_like(x, device="cpu")
-
-
-@to_device.register_fake
-def _(h, device):
-    return torch.empty_like(h, device=device)
-
-
-def _setup(ctx, inputs, output):
-    ctx.device = inputs[0].device.type
-
-
-to_host.register_autograd(lambda ctx, grad: torch.ops.moefx.to_device(grad, ctx.device), setup_context=_setup)
-to_device.register_autograd(lambda ctx, grad: (torch.ops.moefx.to_host(grad), None), setup_context=_setup)
 
 _ops, _runtime = torch.ops.moefx, "moefx.features.offload.runtime"
 _copy = partial(define, volume=lambda node: Volume(hbm_bytes=nbytes(node)),

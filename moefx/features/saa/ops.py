@@ -16,10 +16,17 @@ from torch import Tensor
 from moefx.features.saa import transport as plan
 from moefx.features.saa.rules import joined
 from moefx.ir import world
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import MOVED, Sent, Stage, Tokens, Volume, argument, define, nbytes
 
 
-@torch.library.custom_op("moefx::return_phase", mutates_args=())
+@meaning(
+    lambda x, sizes, out_rows, expert_dim, row_dim, n, axis, m, places, phases, phase: sized(
+        sized(x, row_dim, out_rows),
+        expert_dim,
+        x.shape[expert_dim] * (n // places) * len(plan.distances(places, phases, phase)),
+    )
+)
 def return_phase(
     x: Tensor, sizes: Tensor, out_rows: int, expert_dim: int, row_dim: int, n: int, axis: str, m: int, places: int,
     phases: int, phase: int,
@@ -36,25 +43,10 @@ def return_phase(
     return torch.cat([arrived[rank].view(parts[me].shape) for rank in of], expert_dim)
 
 
-@return_phase.register_fake
-def _(x, sizes, out_rows, expert_dim, row_dim, n, axis, m, places, phases, phase):
-    shape = list(x.shape)
-    shape[row_dim] = out_rows
-    shape[expert_dim] = shape[expert_dim] * (n // places) * len(plan.distances(places, phases, phase))
-    return x.new_empty(shape)
-
-
-@torch.library.custom_op("moefx::join_phases", mutates_args=())
+@meaning(lambda slabs, expert_dim, *_: sized(slabs[0], expert_dim, sum(slab.shape[expert_dim] for slab in slabs)))
 def join_phases(slabs: Sequence[Tensor], expert_dim: int, n: int, axis: str) -> Tensor:
     """What the phases brought, in the order of the n places along `axis`: d/n of E each, by distance -> [.., E, ..]."""
     return plan.joined(slabs, expert_dim, n, world.current().coordinate(axis))
-
-
-@join_phases.register_fake
-def _(slabs, expert_dim, n, axis):
-    shape = list(slabs[0].shape)
-    shape[expert_dim] = sum(slab.shape[expert_dim] for slab in slabs)
-    return slabs[0].new_empty(shape)
 
 
 def _peers(node, rank: int) -> list[int]:

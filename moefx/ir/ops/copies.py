@@ -8,21 +8,28 @@ sum. (Parm's baseline; section 3.1.)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moefx.ir.fates import Operand, shape_of, stay
+from moefx.ir.meaning import meaning
 from moefx.ir.op import Along, Volume, argument, define, nbytes, value
 
 
-@torch.library.custom_op("moefx::own_copy", mutates_args=())
+def _alike(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@meaning(_alike, gradient=lambda grad, x, n, axis, scale: common_copy(grad, n, axis, scale * n))
 def own_copy(x: Tensor, n: int, axis: str, scale: float = 1.0) -> Tensor:
     """What all n ranks along an axis have, as this rank's copy of n; the transpose of `common_copy` gives each copy a
     share, by `scale` 1/n."""
     return _scaled(x, scale)
 
 
-@torch.library.custom_op("moefx::common_copy", mutates_args=())
+@meaning(_alike, gradient=lambda grad, x, n, axis, scale: own_copy(grad, n, axis, scale / n))
 def common_copy(x: Tensor, n: int, axis: str, scale: float = 1.0) -> Tensor:
     """A copy that all n ranks along an axis have alike; as the transpose of `own_copy` the sum of all, by `scale` n."""
     return _scaled(x, scale)
@@ -30,28 +37,6 @@ def common_copy(x: Tensor, n: int, axis: str, scale: float = 1.0) -> Tensor:
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
     return (x * scale if x.is_floating_point() else x.clone()).contiguous()
-
-
-def _alike(x, n, axis, scale=1.0):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _setup(ctx, inputs, output):
-    _, ctx.n, ctx.axis, ctx.scale = inputs
-
-
-def _own_backward(ctx, grad):
-    return torch.ops.moefx.common_copy(grad, ctx.n, ctx.axis, ctx.scale * ctx.n), None, None, None
-
-
-def _common_backward(ctx, grad):
-    return torch.ops.moefx.own_copy(grad, ctx.n, ctx.axis, ctx.scale / ctx.n), None, None, None
-
-
-own_copy.register_fake(_alike)
-common_copy.register_fake(_alike)
-own_copy.register_autograd(_own_backward, setup_context=_setup)
-common_copy.register_autograd(_common_backward, setup_context=_setup)
 
 
 def _define(op, along, transposed):

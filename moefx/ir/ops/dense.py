@@ -14,6 +14,7 @@ from torch import Tensor
 from moefx.ir import world
 from moefx.ir.fates import MIXED, Operand, shape_of, stay
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import Along, Volume, argument, define, value
 from moefx.ir.redistribute import redistribute
 from moefx.layout import padded, part_of
@@ -38,19 +39,17 @@ def vary(x: Tensor, axis: str) -> Tensor:
     return _Vary.apply(x, axis)
 
 
-@torch.library.custom_op("moefx::sum_parts", mutates_args=())
+@meaning(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format), gradient=lambda grad, *_: grad)
 def sum_parts(x: Tensor, axis: str) -> Tensor:
     """The sum over the ranks along an axis, the same on all of them, who read it alike: the gradient of every rank's
     part is that of the sum."""
     return world.current().all_reduce(x, axis)
 
 
-@sum_parts.register_fake
-def _(x, axis):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("moefx::own_part", mutates_args=())
+@meaning(
+    lambda x, dim, pieces, n, axis: sized(x, dim, x.shape[dim] // n),
+    gradient=lambda back, x, *how: own_part_backward(back.contiguous(), *how),
+)
 def own_part(x: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> Tensor:
     """This rank's entries of a dim that every rank has whole: an equal share of each piece.
 
@@ -59,45 +58,13 @@ def own_part(x: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> T
     return part_of(x, dim, pieces, n, world.current().coordinate(axis)).clone()
 
 
-@own_part.register_fake
-def _(x, dim, pieces, n, axis):
-    shape = list(x.shape)
-    shape[dim] //= n
-    return x.new_empty(shape)
-
-
-@torch.library.custom_op("moefx::own_part_backward", mutates_args=())
+@meaning(
+    lambda grad, dim, pieces, n, axis: sized(grad, dim, grad.shape[dim] * n),
+    gradient=lambda back, grad, *how: own_part(back, *how),
+)
 def own_part_backward(grad: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> Tensor:
     """The transpose of `own_part`: zeros for the entries of other ranks."""
     return padded(grad, dim, pieces, n, world.current().coordinate(axis))
-
-
-@own_part_backward.register_fake
-def _(grad, dim, pieces, n, axis):
-    shape = list(grad.shape)
-    shape[dim] *= n
-    return grad.new_empty(shape)
-
-
-def _setup(ctx, inputs, output):
-    _, *ctx.how = inputs
-
-
-def _sum_backward(ctx, grad):
-    return grad, None
-
-
-def _padded_backward(ctx, grad):
-    return torch.ops.moefx.own_part(grad, *ctx.how), None, None, None, None
-
-
-def _part_backward(ctx, grad):
-    return torch.ops.moefx.own_part_backward(grad.contiguous(), *ctx.how), None, None, None, None
-
-
-sum_parts.register_autograd(_sum_backward, setup_context=_setup)
-own_part.register_autograd(_part_backward, setup_context=_setup)
-own_part_backward.register_autograd(_padded_backward, setup_context=_setup)
 
 
 def _divides(node) -> str | None:

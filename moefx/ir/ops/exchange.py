@@ -12,69 +12,50 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
+from moefx.ir.meaning import fresh_size, meaning, sized
 from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, value
 from moefx.ir.redistribute import redistribute
 from moefx.transport.algorithms import group_of
 
 
-@torch.library.custom_op("moefx::exchange_counts", mutates_args=())
+@meaning(lambda counts, n, *_: counts.new_empty(n, counts.shape[0]))
 def exchange_counts(counts: Tensor, n: int, axis: str) -> Tensor:
     """All-gather of every rank's rows per global slot: [n*S] -> traffic [n, n*S]; row r is what rank r sends."""
     return world.current().all_gather(counts, axis).view(n, -1)
 
 
-@exchange_counts.register_fake
-def _(counts, n, axis):
-    return counts.new_empty(n, counts.shape[0])
-
-
-@torch.library.custom_op("moefx::counts_to_host", mutates_args=())
+@meaning(lambda traffic, *_: traffic.new_empty(traffic.shape, device="cpu"))
 def counts_to_host(traffic: Tensor, axis: str) -> Tensor:
     """The traffic matrix on the host: the only place where sizes leave the device."""
     return traffic.to("cpu", copy=True)
 
 
-@counts_to_host.register_fake
-def _(traffic, axis):
-    return traffic.new_empty(traffic.shape, device="cpu")
-
-
-@torch.library.custom_op("moefx::received_rows", mutates_args=())
+@meaning(fresh_size)
 def received_rows(host: Tensor, n: int, axis: str) -> int:
     """How many rows this rank receives: a fresh unbacked size of the graph."""
     return sum(_receive(host, n, axis))
 
 
-@received_rows.register_fake
-def _(host, n, axis):
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-@torch.library.custom_op("moefx::sent_rows", mutates_args=())
+@meaning(fresh_size)
 def sent_rows(host: Tensor, balanced: int, n: int, axis: str) -> int:
     """How many rows this rank sends, without those of dropped pairs: a fresh unbacked size of the graph. balanced: what
     it is priced as."""
     return sum(_send(host, n, axis))
 
 
-@sent_rows.register_fake
-def _(host, balanced, n, axis):
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-@torch.library.custom_op("moefx::slot_counts", mutates_args=())
+@meaning(lambda traffic, n, *_: traffic.new_empty(traffic.shape[1] // n))
 def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
     """Rows per slot of this rank, over all sources: [n, n*S] -> [S]."""
     me = world.current().coordinate(axis)
     return traffic.view(n, n, -1)[:, me].sum(0)
 
 
-@slot_counts.register_fake
-def _(traffic, n, axis):
-    return traffic.new_empty(traffic.shape[1] // n)
-
-
-@torch.library.custom_op("moefx::all_to_all", mutates_args=())
+@meaning(
+    lambda rows, host, out_rows, *_: sized(rows, 0, out_rows),
+    gradient=lambda grad, rows, host, _, n, axis, reverse, *part: all_to_all(
+        grad.contiguous(), host, rows.shape[0], n, axis, not reverse, *part
+    ),
+)
 def all_to_all(rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, reverse: bool, over: str | None = None,
                m: int | None = None) -> Tensor:  # fmt: skip
     """Rows sorted by global slot -> rows by (source, local slot), or back if `reverse`; `out_rows` come out. over: the
@@ -95,12 +76,10 @@ def all_to_all(rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, rev
     return out
 
 
-@all_to_all.register_fake
-def _(rows, host, out_rows, n, axis, reverse, over=None, m=None):
-    return rows.new_empty((out_rows, *rows.shape[1:]))
-
-
-@torch.library.custom_op("moefx::regroup", mutates_args=())
+@meaning(
+    lambda rows, *_: torch.empty_like(rows),
+    gradient=lambda grad, rows, host, n, axis, reverse: regroup(grad, host, n, axis, not reverse),
+)
 def regroup(rows: Tensor, host: Tensor, n: int, axis: str, reverse: bool) -> Tensor:
     """(source, slot) order -> (slot, source) order of the received rows, or back if `reverse`."""
     me = world.current().coordinate(axis)
@@ -111,35 +90,27 @@ def regroup(rows: Tensor, host: Tensor, n: int, axis: str, reverse: bool) -> Ten
     return torch.cat([pieces[i] for i in order]) if len(order) > 1 else rows.clone()
 
 
-@regroup.register_fake
-def _(rows, host, n, axis, reverse):
-    return torch.empty_like(rows)
-
-
-@torch.library.custom_op("moefx::exchange_sizes", mutates_args=())
+@meaning(lambda size, n, *_: torch.empty(n, dtype=torch.int64))
 def exchange_sizes(size: int, n: int, axis: str) -> Tensor:
     """All-gather of one size of every rank, to the host: [n]. Capacity mode's only header: capacities follow from the
     rank's own batch, so ranks with unequal batches have unequal ones."""
     return world.current().all_gather(torch.tensor([size]), axis)
 
 
-@exchange_sizes.register_fake
-def _(size, n, axis):
-    return torch.empty(n, dtype=torch.int64)
-
-
-@torch.library.custom_op("moefx::total_size", mutates_args=())
+@meaning(fresh_size)
 def total_size(sizes: Tensor) -> int:
     """The sum of the exchanged sizes: a fresh unbacked size of the graph."""
     return int(torch.as_tensor(sizes).sum())
 
 
-@total_size.register_fake
-def _(sizes):
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-@torch.library.custom_op("moefx::all_to_all_capacity", mutates_args=())
+@meaning(
+    lambda x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse: sized(
+        sized(x, row_dim, out_rows), expert_dim, x.shape[expert_dim] * n if reverse else x.shape[expert_dim] // n
+    ),
+    gradient=lambda grad, x, sizes, _, expert_dim, row_dim, n, axis, reverse: all_to_all_capacity(
+        grad, sizes, x.shape[row_dim], expert_dim, row_dim, n, axis, not reverse
+    ),
+)
 def all_to_all_capacity(
     x: Tensor, sizes: Tensor, out_rows: int, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
 ) -> Tensor:
@@ -164,34 +135,16 @@ def all_to_all_capacity(
     return torch.cat([p.view(s) for p, s in zip(moved.split(counts), shapes)], row_dim)
 
 
-@all_to_all_capacity.register_fake
-def _(x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse):
-    shape = list(x.shape)
-    shape[row_dim] = out_rows
-    shape[expert_dim] = shape[expert_dim] * n if reverse else shape[expert_dim] // n
-    return x.new_empty(shape)
-
-
-@torch.library.custom_op("moefx::reduce_gradient", mutates_args=())
+@meaning(lambda grad, *_: grad.new_empty(grad.shape))
 def reduce_gradient(grad: Tensor, axes: str, scale: float, param: int) -> Tensor:
     """The transpose of `materialize`: sum over the ranks of `axes`, times `scale`. `param` is the input's index."""
     return world.current().all_reduce(grad * scale, axes)
 
 
-@reduce_gradient.register_fake
-def _(grad, axes, scale, param):
-    return grad.new_empty(grad.shape)
-
-
-@torch.library.custom_op("moefx::sum_statistic", mutates_args=())
+@meaning(lambda old, new, *_: new.new_empty(new.shape))
 def sum_statistic(old: Tensor, new: Tensor, axes: str) -> Tensor:
     """A routing statistic that every rank changed by its own tokens: `old + sum over ranks of (new - old)`."""
     return old + world.current().all_reduce(new - old, axes)
-
-
-@sum_statistic.register_fake
-def _(old, new, axes):
-    return new.new_empty(new.shape)
 
 
 def _send(host: Tensor, n: int, axis: str) -> list[int]:
@@ -202,47 +155,6 @@ def _send(host: Tensor, n: int, axis: str) -> list[int]:
 def _receive(host: Tensor, n: int, axis: str) -> list[int]:
     me = world.current().coordinate(axis)
     return torch.as_tensor(host).view(n, n, -1)[:, me].sum(1).tolist()
-
-
-def _setup_all_to_all(ctx, inputs, output):
-    rows, host, _, ctx.n, ctx.axis, ctx.reverse, *ctx.part = inputs
-    ctx.rows = rows.shape[0]
-    ctx.save_for_backward(host)
-
-
-def _all_to_all_backward(ctx, grad):
-    (host,) = ctx.saved_tensors
-    moved = torch.ops.moefx.all_to_all(grad.contiguous(), host, ctx.rows, ctx.n, ctx.axis, not ctx.reverse, *ctx.part)
-    return moved, *[None] * (5 + len(ctx.part))
-
-
-def _setup_regroup(ctx, inputs, output):
-    _, host, ctx.n, ctx.axis, ctx.reverse = inputs
-    ctx.save_for_backward(host)
-
-
-def _regroup_backward(ctx, grad):
-    (host,) = ctx.saved_tensors
-    return torch.ops.moefx.regroup(grad, host, ctx.n, ctx.axis, not ctx.reverse), None, None, None, None
-
-
-def _setup_capacity(ctx, inputs, output):
-    x, sizes, _, ctx.expert_dim, ctx.row_dim, ctx.n, ctx.axis, ctx.reverse = inputs
-    ctx.rows = x.shape[ctx.row_dim]
-    ctx.save_for_backward(sizes)
-
-
-def _capacity_backward(ctx, grad):
-    (sizes,) = ctx.saved_tensors
-    back = torch.ops.moefx.all_to_all_capacity(
-        grad, sizes, ctx.rows, ctx.expert_dim, ctx.row_dim, ctx.n, ctx.axis, not ctx.reverse
-    )
-    return back, None, None, None, None, None, None, None
-
-
-all_to_all.register_autograd(_all_to_all_backward, setup_context=_setup_all_to_all)
-regroup.register_autograd(_regroup_backward, setup_context=_setup_regroup)
-all_to_all_capacity.register_autograd(_capacity_backward, setup_context=_setup_capacity)
 
 
 def _axis(node) -> str:

@@ -14,10 +14,11 @@ from torch.fx import Node
 
 from moefx.ir.fates import CONTRACTED, MIXED, ORDERED, TAKEN, Operand, kept, shape_of, stay
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import Gemm, Tokens, Volume, argument, define, expr, nbytes, numel, value
 
 
-@torch.library.custom_op("moefx::grouped_linear", mutates_args=())
+@meaning(lambda rows, weight, counts, transposed, *_: sized(rows, -1, weight.shape[2 if transposed else 1]))
 def grouped_linear(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, bias: Tensor | None = None
 ) -> Tensor:
@@ -36,15 +37,13 @@ def grouped_linear(
     return out
 
 
-@grouped_linear.register_fake
-def _(rows, weight, counts, transposed, bias=None):
-    return rows.new_empty(*rows.shape[:-1], weight.shape[2 if transposed else 1])
+def _of_weights(rows, grad, counts, transposed, base=None):
+    left, right = (rows, grad) if transposed else (grad, rows)
+    return rows.new_empty(counts.shape[0], left.shape[-1], right.shape[-1])
 
 
-@torch.library.custom_op("moefx::grouped_wgrad", mutates_args=())
-def grouped_wgrad(
-    rows: Tensor, grad: Tensor, counts: Tensor, transposed: bool, base: Tensor | None = None
-) -> Tensor:
+@meaning(_of_weights)
+def grouped_wgrad(rows: Tensor, grad: Tensor, counts: Tensor, transposed: bool, base: Tensor | None = None) -> Tensor:
     """Weight gradient of `grouped_linear`: [S, O, I] (or [S, I, O]); zeros for idle slots. Plus `base`, if given, whose
     memory the result may take.
 
@@ -61,13 +60,10 @@ def grouped_wgrad(
     return out if base is None else out + base
 
 
-@grouped_wgrad.register_fake
-def _(rows, grad, counts, transposed, base=None):
-    left, right = (rows, grad) if transposed else (grad, rows)
-    return rows.new_empty(counts.shape[0], left.shape[-1], right.shape[-1])
-
-
-@torch.library.custom_op("moefx::expert_rows", mutates_args=())
+@meaning(
+    lambda param, counts, num_rows: sized(param, 0, num_rows),
+    gradient=lambda grad, param, counts, _: expert_rows_backward(grad, counts),
+)
 def expert_rows(param: Tensor, counts: Tensor, num_rows: int) -> Tensor:
     """The slot's entry of `param` [S, ...] for every row: [R, ...] (biases and other per-expert values)."""
     out = param.new_zeros((num_rows, *param.shape[1:]))
@@ -76,21 +72,11 @@ def expert_rows(param: Tensor, counts: Tensor, num_rows: int) -> Tensor:
     return out
 
 
-@expert_rows.register_fake
-def _(param, counts, num_rows):
-    return param.new_empty((num_rows, *param.shape[1:]))
-
-
-@torch.library.custom_op("moefx::expert_rows_backward", mutates_args=())
+@meaning(lambda grad, counts: sized(grad, 0, counts.shape[0]))
 def expert_rows_backward(grad: Tensor, counts: Tensor) -> Tensor:
     """Sum of the rows of every slot: [R, ...] -> [S, ...]."""
     chunks = grad[: int(counts.sum())].split(counts.tolist())
     return torch.stack([chunk.sum(0) for chunk in chunks])
-
-
-@expert_rows_backward.register_fake
-def _(grad, counts):
-    return grad.new_empty((counts.shape[0], *grad.shape[1:]))
 
 
 def _setup_linear(ctx, inputs, output):
@@ -112,17 +98,7 @@ def _linear_backward(ctx, grad):
     return grad_rows, grad_weight, None, None, grad_bias
 
 
-def _setup_rows(ctx, inputs, output):
-    ctx.save_for_backward(inputs[1])
-
-
-def _rows_backward(ctx, grad):
-    (counts,) = ctx.saved_tensors
-    return torch.ops.moefx.expert_rows_backward(grad, counts), None, None
-
-
 grouped_linear.register_autograd(_linear_backward, setup_context=_setup_linear)
-expert_rows.register_autograd(_rows_backward, setup_context=_setup_rows)
 
 
 def _check_linear(node):

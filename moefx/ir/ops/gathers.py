@@ -17,45 +17,37 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.ir import world
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import Stage, Tokens, argument, nbytes, value
 from moefx.ir.redistribute import redistribute
 
 
-@torch.library.custom_op("moefx::gather_rows", mutates_args=())
+@meaning(
+    lambda x, sizes, total, dim, *_: sized(x, dim, total),
+    gradient=lambda grad, x, sizes, total, dim, *how: scatter_rows(grad, sizes, x.shape[dim], dim, *how),
+)
 def gather_rows(x: Tensor, sizes: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
     """The rows of all ranks: [.., sizes[r], ..] -> [.., T, ..]. What flows back is summed."""
     return world.current().all_gather(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim).contiguous()
 
 
-@gather_rows.register_fake
-def _(x, sizes, total, dim, n, axis):
-    return _sized(x, dim, total)
-
-
-@torch.library.custom_op("moefx::scatter_rows", mutates_args=())
+@meaning(lambda x, sizes, size, dim, *_: sized(x, dim, size))
 def scatter_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
     """The transpose of `gather_rows`: the sum over the ranks of this rank's rows, [.., T, ..] -> [.., size, ..]."""
     here = world.current()
     return _own(here.all_reduce(x, axis), sizes, dim, here.coordinate(axis)).clone()
 
 
-@scatter_rows.register_fake
-def _(x, sizes, size, dim, n, axis):
-    return _sized(x, dim, size)
-
-
-@torch.library.custom_op("moefx::keep_rows", mutates_args=())
+@meaning(
+    lambda x, sizes, size, dim, *_: sized(x, dim, size),
+    gradient=lambda grad, x, sizes, total, dim, *how: keep_rows_backward(grad, sizes, x.shape[dim], dim, *how),
+)
 def keep_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
     """This rank's rows of those of all: [.., T, ..] -> [.., size, ..]. Every rank has the gradient of its own."""
     return _own(x, sizes, dim, world.current().coordinate(axis)).clone()
 
 
-@keep_rows.register_fake
-def _(x, sizes, size, dim, n, axis):
-    return _sized(x, dim, size)
-
-
-@torch.library.custom_op("moefx::keep_rows_backward", mutates_args=())
+@meaning(lambda grad, sizes, total, dim, *_: sized(grad, dim, total))
 def keep_rows_backward(grad: Tensor, sizes: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
     """The transpose of `keep_rows`: zeros for the rows of others."""
     out = grad.new_zeros((*grad.shape[:dim], total, *grad.shape[dim + 1 :]))
@@ -63,24 +55,20 @@ def keep_rows_backward(grad: Tensor, sizes: Tensor, total: int, dim: int, n: int
     return out
 
 
-@keep_rows_backward.register_fake
-def _(grad, sizes, total, dim, n, axis):
-    return _sized(grad, dim, total)
-
-
-@torch.library.custom_op("moefx::sum_rows", mutates_args=())
+@meaning(
+    lambda rows, *_: torch.empty_like(rows, memory_format=torch.contiguous_format),
+    gradient=lambda grad, rows, *how: sum_rows(grad, *how),
+)
 def sum_rows(rows: Tensor, counts: Tensor | None, expert_dim: int, axis: str) -> Tensor:
     """The sum of what ranks with parts of the same experts make of the same rows. Each reads some rows of it, so what
     flows back is summed, too."""
     return world.current().all_reduce(rows, axis)
 
 
-@sum_rows.register_fake
-def _(rows, counts, expert_dim, axis):
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("moefx::gather_parts", mutates_args=())
+@meaning(
+    lambda x, sizes, out_rows, row_dim, *_: sized(x, row_dim, out_rows),
+    gradient=lambda grad, x, sizes, total, dim, *how: scatter_parts(grad, sizes, x.shape[dim], dim, *how),
+)
 def gather_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, axis: str) -> Tensor:
     """The rows that arrived at any of the ranks with parts of the same experts, by rank: [.., sizes[r], ..] ->
     [.., T, ..]. Dropped rows stand at the tail and stay at home."""
@@ -88,25 +76,18 @@ def gather_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, 
     return gather_rows(x.narrow(row_dim, 0, own), sizes, out_rows, row_dim, n, axis)
 
 
-@gather_parts.register_fake
-def _(x, sizes, out_rows, row_dim, n, axis):
-    return _sized(x, row_dim, out_rows)
-
-
-@torch.library.custom_op("moefx::scatter_parts", mutates_args=())
+@meaning(
+    lambda x, sizes, out_rows, row_dim, *_: sized(x, row_dim, out_rows),
+    gradient=lambda grad, x, sizes, total, dim, *how: gather_parts(grad, sizes, x.shape[dim], dim, *how),
+)
 def scatter_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, axis: str) -> Tensor:
     """The transpose of `gather_parts`: what these ranks made of this rank's rows, summed, [.., T, ..] ->
     [.., out_rows, ..]; zeros for dropped rows."""
     here = world.current()
     found = _own(here.all_reduce(x, axis), sizes, row_dim, here.coordinate(axis))
-    out = _sized(x, row_dim, out_rows).zero_()
+    out = sized(x, row_dim, out_rows).zero_()
     out.narrow(row_dim, 0, found.shape[row_dim]).copy_(found)
     return out
-
-
-@scatter_parts.register_fake
-def _(x, sizes, out_rows, row_dim, n, axis):
-    return _sized(x, row_dim, out_rows)
 
 
 def _own(x: Tensor, sizes: Tensor, dim: int, place: int) -> Tensor:
@@ -118,41 +99,6 @@ def _each(sizes: Tensor) -> list[int]:
     """[n] of them, or traffic, of which every rank sends all its rows to every other."""
     found = torch.as_tensor(sizes)
     return (found if found.dim() == 1 else found.view(len(found), len(found), -1)[:, 0].sum(1)).tolist()
-
-
-def _sized(x: Tensor, dim: int, size) -> Tensor:
-    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
-
-
-def _setup(ctx, inputs, output):
-    x, sizes, _, *ctx.how = inputs
-    ctx.rows = x.shape[ctx.how[0]]
-    ctx.save_for_backward(sizes)
-
-
-def _transposed(name: str):
-    def backward(ctx, grad):
-        (sizes,) = ctx.saved_tensors
-        return getattr(torch.ops.moefx, name)(grad, sizes, ctx.rows, *ctx.how), None, None, None, None, None
-
-    return backward
-
-
-def _setup_sum(ctx, inputs, output):
-    _, counts, *ctx.how = inputs
-    ctx.save_for_backward(counts)
-
-
-def _sum_backward(ctx, grad):
-    (counts,) = ctx.saved_tensors
-    return torch.ops.moefx.sum_rows(grad, counts, *ctx.how), None, None, None
-
-
-gather_rows.register_autograd(_transposed("scatter_rows"), setup_context=_setup)
-keep_rows.register_autograd(_transposed("keep_rows_backward"), setup_context=_setup)
-gather_parts.register_autograd(_transposed("scatter_parts"), setup_context=_setup)
-scatter_parts.register_autograd(_transposed("gather_parts"), setup_context=_setup)
-sum_rows.register_autograd(_sum_backward, setup_context=_setup_sum)
 
 
 def _check_sizes(node) -> str | None:

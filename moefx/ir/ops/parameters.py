@@ -8,6 +8,7 @@ from torch import Tensor
 from moefx.ir import world
 from moefx.ir.fates import Operand, shape_of, stay
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import Along, Volume, argument, define, nbytes, value
 from moefx.ir.redistribute import redistribute
 
@@ -38,7 +39,14 @@ def materialize(param: Tensor, plan: str, axes: str, scale: float, index: int) -
     return _Materialize.apply(param, axes, scale, index)
 
 
-@torch.library.custom_op("moefx::own_experts", mutates_args=())
+@meaning(
+    lambda whole, n, axis, table=None, cap=None: sized(
+        whole, 0, whole.shape[0] // n if table is None else whole.shape[0] // table.shape[0] * cap
+    ),
+    gradient=lambda grad, whole, n, axis, table, cap: own_experts_backward(
+        grad, n, axis, *(() if table is None else (table, cap))
+    ),
+)
 def own_experts(whole: Tensor, n: int, axis: str, table: Tensor | None = None, cap: int | None = None) -> Tensor:
     """This rank's experts of a tensor that every rank has: [E, ...] -> [E/n, ...]; by a `table` [E, P] of slots, of
     which a rank has `cap`, those of its slots, [cap, ...], zeros where there is none.
@@ -61,13 +69,11 @@ def _places_on(me: int, table: Tensor, cap: int) -> list[tuple[int, int]]:
     return [(expert, slot % cap) for expert, slot in slots if slot // cap == me]
 
 
-@own_experts.register_fake
-def _(whole, n, axis, table=None, cap=None):
-    rows = whole.shape[0] // n if table is None else whole.shape[0] // table.shape[0] * cap
-    return whole.new_empty(rows, *whole.shape[1:])
-
-
-@torch.library.custom_op("moefx::own_experts_backward", mutates_args=())
+@meaning(
+    lambda grad, n, axis, table=None, cap=None: sized(
+        grad, 0, grad.shape[0] * n if table is None else grad.shape[0] // cap * table.shape[0]
+    )
+)
 def own_experts_backward(grad: Tensor, n: int, axis: str, table: Tensor | None = None,
                          cap: int | None = None) -> Tensor:  # fmt: skip
     """The transpose of `own_experts`: zeros for the experts of other ranks."""
@@ -83,24 +89,6 @@ def own_experts_backward(grad: Tensor, n: int, axis: str, table: Tensor | None =
     return whole.flatten(0, 1)
 
 
-@own_experts_backward.register_fake
-def _(grad, n, axis, table=None, cap=None):
-    rows = grad.shape[0] * n if table is None else grad.shape[0] // cap * table.shape[0]
-    return grad.new_empty(rows, *grad.shape[1:])
-
-
-def _setup_own(ctx, inputs, output):
-    _, ctx.n, ctx.axis, table, ctx.cap = inputs
-    ctx.save_for_backward(table)
-
-
-def _own_backward(ctx, grad):
-    (table,) = ctx.saved_tensors
-    by_table = () if table is None else (table, ctx.cap)
-    return torch.ops.moefx.own_experts_backward(grad, ctx.n, ctx.axis, *by_table), None, None, None, None
-
-
-own_experts.register_autograd(_own_backward, setup_context=_setup_own)
 _ops = torch.ops.moefx
 define(
     materialize, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}), along=Along("I", "R"),

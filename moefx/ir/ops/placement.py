@@ -18,10 +18,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.ir import world
+from moefx.ir.meaning import meaning
 from moefx.ir.op import MOVED, Stage, Volume, argument, define, numel, value
 
 
-@torch.library.custom_op("moefx::gather_experts", mutates_args=())
+@meaning(
+    lambda params, moves, room, cap, n, axis, m, dtype: [
+        param.new_empty((cap, *param.shape[1:]), dtype=dtype) for param in params
+    ],
+    gradient=lambda grads, params, moves, *how: _home(grads, params, moves, *how[:-1]),
+)
 def gather_experts(params: Sequence[Tensor], moves: Tensor, room: int, cap: int, n: int, axis: str,
                    m: int | None, dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
     """Parameters of the experts that live here, [room, ..] each -> of all that this rank computes, [cap, ..] each: its
@@ -42,12 +48,10 @@ def gather_experts(params: Sequence[Tensor], moves: Tensor, room: int, cap: int,
     return found
 
 
-@gather_experts.register_fake
-def _(params, moves, room, cap, n, axis, m, dtype):
-    return [param.new_empty((cap, *param.shape[1:]), dtype=dtype) for param in params]
-
-
-@torch.library.custom_op("moefx::scatter_experts", mutates_args=())
+@meaning(
+    lambda grads, moves, room, *_: [grad.new_empty((room, *grad.shape[1:])) for grad in grads],
+    gradient=lambda grads, _, *how: gather_experts(grads, *how, None),
+)
 def scatter_experts(grads: Sequence[Tensor], moves: Tensor, room: int, cap: int, n: int, axis: str,
                     m: int | None) -> list[Tensor]:  # fmt: skip
     """The transpose of `gather_experts`: gradients [cap, ..] each -> of the experts that live here, [room, ..] each,
@@ -64,38 +68,10 @@ def scatter_experts(grads: Sequence[Tensor], moves: Tensor, room: int, cap: int,
     return found
 
 
-@scatter_experts.register_fake
-def _(grads, moves, room, cap, n, axis, m):
-    return [grad.new_empty((room, *grad.shape[1:])) for grad in grads]
-
-
-def _setup_gather(ctx, inputs, output):
-    params, moves, *ctx.how, _ = inputs
-    ctx.dtypes = [param.dtype for param in params]
-    ctx.save_for_backward(moves)
-
-
-def _gather_backward(ctx, grads):
-    (moves,) = ctx.saved_tensors
-    grads = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)]
-    return torch.ops.moefx.scatter_experts(grads, moves, *ctx.how), *[None] * (2 + len(ctx.how))
-
-
-def _setup_scatter(ctx, inputs, output):
-    _, moves, *ctx.how = inputs
-    ctx.save_for_backward(moves)
-
-
-def _scatter_backward(ctx, grads):
-    (moves,) = ctx.saved_tensors
-    return torch.ops.moefx.gather_experts(grads, moves, *ctx.how, None), *[None] * (1 + len(ctx.how))
-
-
-gather_experts.register_autograd(_gather_backward, setup_context=_setup_gather)
-scatter_experts.register_autograd(_scatter_backward, setup_context=_setup_scatter)
-
-
-@torch.library.custom_op("moefx::add_experts", mutates_args=())
+@meaning(
+    lambda slots, *_: [torch.empty_like(each) for each in slots],
+    gradient=lambda grads, slots, params, added, *how: ([None] * len(slots), _home(grads, params, *how)),
+)
 def add_experts(slots: Sequence[Tensor], params: Sequence[Tensor], added: Tensor, moves: Tensor, room: int, cap: int,
                 n: int, axis: str, m: int | None) -> list[Tensor]:  # fmt: skip
     """What `gather_experts` made of `params` [room, ..] each, slots [cap, ..] each -> the same with the copies of
@@ -114,25 +90,9 @@ def add_experts(slots: Sequence[Tensor], params: Sequence[Tensor], added: Tensor
     return found
 
 
-@add_experts.register_fake
-def _(slots, params, added, moves, room, cap, n, axis, m):
-    return [torch.empty_like(each) for each in slots]
-
-
-def _setup_add(ctx, inputs, output):
-    _, params, _, moves, *ctx.how = inputs
-    ctx.dtypes = [param.dtype for param in params]
-    ctx.save_for_backward(moves)
-
-
-def _add_backward(ctx, grads):
-    (moves,) = ctx.saved_tensors
-    grads = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)]
-    home = torch.ops.moefx.scatter_experts(grads, moves, *ctx.how)
-    return [None] * len(grads), home, *[None] * (2 + len(ctx.how))
-
-
-add_experts.register_autograd(_add_backward, setup_context=_setup_add)
+def _home(grads: list[Tensor], params: Sequence[Tensor], *how: Any) -> list[Tensor]:
+    """Gradients on the way to the parameters, each in the parameter's dtype."""
+    return scatter_experts([grad.to(param.dtype) for grad, param in zip(grads, params)], *how)
 
 
 def _given(node: Any) -> list[Node]:

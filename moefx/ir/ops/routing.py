@@ -15,11 +15,17 @@ from torch.fx import Node
 
 from moefx.ir.fates import MIXED, ORDERED, TAKEN, Operand, shape_of, stay
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import Tokens, Volume, argument, define, expr, known_same, nbytes, numel, value
 from moefx.placement.tables import BITS
 
 
-@torch.library.custom_op("moefx::route", mutates_args=())
+@meaning(
+    lambda idx, num_slots, *_: (
+        idx.new_empty(idx.numel(), dtype=torch.int64),
+        idx.new_empty(num_slots, dtype=torch.int64),
+    )
+)
 def route(
     idx: Tensor, num_slots: int, table: Tensor | None = None, quota: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -56,11 +62,6 @@ def _replica(flat: Tensor, table: Tensor, quota: Tensor | None) -> Tensor:
     return table[flat, torch.minimum(replica, last[flat])]
 
 
-@route.register_fake
-def _(idx, num_slots, table=None, quota=None):
-    return idx.new_empty(idx.numel(), dtype=torch.int64), idx.new_empty(num_slots, dtype=torch.int64)
-
-
 def _check_route(node):
     idx = value(argument(node, "idx"))
     if idx.dtype.is_floating_point:
@@ -70,7 +71,7 @@ def _check_route(node):
     return None
 
 
-@torch.library.custom_op("moefx::shared_rows", mutates_args=())
+@meaning(lambda idx, ends: torch.empty_like(ends))
 def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
     """How many of this rank's rows go to each slot of an expert: the `quota` [E, P] of `route`, by shares. Of the c
     rows of expert e in `idx` [T, K], slot p gets those from `ends[e, p - 1] * c >> BITS` to `ends[e, p] * c >> BITS`
@@ -80,35 +81,36 @@ def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
     return (ends * counts[:, None] >> BITS).diff(dim=1, prepend=ends.new_zeros(experts, 1))
 
 
-@shared_rows.register_fake
-def _(idx, ends):
-    return torch.empty_like(ends)
-
-
-@torch.library.custom_op("moefx::expert_load", mutates_args=())
+@meaning(lambda traffic, table: sized(traffic, 1, table.shape[0]))
 def expert_load(traffic: Tensor, table: Tensor) -> Tensor:
     """Rows per expert that every rank sends: traffic [n, N] -> [n, E], over all slots of an expert."""
     return torch.where(table >= 0, traffic[:, table], 0).sum(2)
 
 
-@expert_load.register_fake
-def _(traffic, table):
-    return traffic.new_empty(traffic.shape[0], table.shape[0])
-
-
-@torch.library.custom_op("moefx::dispatch", mutates_args=())
+@meaning(
+    lambda x, perm, k, rows=None: sized(x, 0, perm.shape[0] if rows is None else rows),
+    gradient=lambda grad, x, perm, k, _: combine(grad, perm, k),
+)
 def dispatch(x: Tensor, perm: Tensor, k: int, rows: int | None = None) -> Tensor:
     """Tokens in expert order: `x[perm // k]`, [T, ...] -> [T*K, ...]. The transpose of `combine` without weights. rows:
     only the first of them; the others are dropped."""
     return x[perm[:rows] // k]
 
 
-@dispatch.register_fake
-def _(x, perm, k, rows=None):
-    return x.new_empty((perm.shape[0] if rows is None else rows, *x.shape[1:]))
+def _combined(rows, perm, k, weights=None):
+    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
+    return rows.new_empty((perm.shape[0] // k, *rows.shape[1:]), dtype=dtype)
 
 
-@torch.library.custom_op("moefx::combine", mutates_args=())
+def _combine_gradient(grad, rows, perm, k, weights):
+    if weights is None:
+        some = () if known_same(rows.shape[0], perm.shape[0]) else (rows.shape[0],)
+        return dispatch(grad, perm, k, *some)
+    grad_rows, grad_weights = combine_backward(grad, rows, weights, perm, k)
+    return grad_rows, None, None, grad_weights
+
+
+@meaning(_combined, gradient=_combine_gradient)
 def combine(rows: Tensor, perm: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """Back to token order, summed over the choices: [T*K, ...] -> [T, ...], each row times `weights` [T, K] if given.
 
@@ -124,13 +126,7 @@ def combine(rows: Tensor, perm: Tensor, k: int, weights: Tensor | None = None) -
     return picked.sum(1)
 
 
-@combine.register_fake
-def _(rows, perm, k, weights=None):
-    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
-    return rows.new_empty((perm.shape[0] // k, *rows.shape[1:]), dtype=dtype)
-
-
-@torch.library.custom_op("moefx::combine_backward", mutates_args=())
+@meaning(lambda grad, rows, weights, *_: (torch.empty_like(rows), torch.empty_like(weights)))
 def combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, perm: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Gradients of the weighted `combine`: grad [T, ...] -> (grad_rows [T*K, ...], grad_weights [T, K])."""
     tail, pairs = [1] * (rows.dim() - 1), perm[: rows.shape[0]]
@@ -142,23 +138,16 @@ def combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, perm: Tensor, 
     return grad_rows, grad_weights.view(-1, k).to(weights.dtype)
 
 
-@combine_backward.register_fake
-def _(grad, rows, weights, perm, k):
-    return torch.empty_like(rows), torch.empty_like(weights)
-
-
-@torch.library.custom_op("moefx::dispatch_choices", mutates_args=())
+@meaning(
+    lambda choices, perm: choices.new_empty(perm.shape[0]),
+    gradient=lambda grad, choices, perm: collect_choices(grad, perm, choices.shape[1]),
+)
 def dispatch_choices(choices: Tensor, perm: Tensor) -> Tensor:
     """A value per (token, choice) in expert order: [T, K] -> [T*K]."""
     return choices.reshape(-1)[perm]
 
 
-@dispatch_choices.register_fake
-def _(choices, perm):
-    return choices.new_empty(perm.shape[0])
-
-
-@torch.library.custom_op("moefx::collect_choices", mutates_args=())
+@meaning(lambda values, perm, k: values.new_empty((perm.shape[0] // k, k)))
 def collect_choices(values: Tensor, perm: Tensor, k: int) -> Tensor:
     """The transpose of `dispatch_choices`: [T*K] -> [T, K]."""
     out = torch.empty_like(values)
@@ -166,35 +155,20 @@ def collect_choices(values: Tensor, perm: Tensor, k: int) -> Tensor:
     return out.view(-1, k)
 
 
-@collect_choices.register_fake
-def _(values, perm, k):
-    return values.new_empty((perm.shape[0] // k, k))
-
-
-@torch.library.custom_op("moefx::one_hot", mutates_args=())
+@meaning(lambda x, num_classes: x.new_empty((*x.shape, num_classes), dtype=torch.int64))
 def one_hot(x: Tensor, num_classes: int) -> Tensor:
     """`torch.nn.functional.one_hot`, whose number of classes may be symbolic here: a capacity that follows from the
     batch would otherwise be baked into the program."""
     return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
 
 
-@one_hot.register_fake
-def _(x, num_classes):
-    return x.new_empty((*x.shape, num_classes), dtype=torch.int64)
-
-
-@torch.library.custom_op("moefx::listed", mutates_args=())
+@meaning(lambda x: torch.empty_like(x))
 def listed(x: Tensor) -> Tensor:
     """`x.tolist()` [N] while a model is captured; x takes its place once it is known to be read as indices alone."""
     return x.clone()
 
 
-@listed.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("moefx::bincount", mutates_args=())
+@meaning(lambda x, num_classes: x.new_empty(num_classes, dtype=torch.int64))
 def bincount(x: Tensor, num_classes: int) -> Tensor:
     """`torch.bincount(x, minlength=num_classes)`, whose result would have a size known only from data.
 
@@ -204,47 +178,6 @@ def bincount(x: Tensor, num_classes: int) -> Tensor:
     if counts.shape[0] != num_classes:
         raise IndexError(f"bincount of ids up to {counts.shape[0] - 1} with minlength={num_classes}")
     return counts
-
-
-@bincount.register_fake
-def _(x, num_classes):
-    return x.new_empty(num_classes, dtype=torch.int64)
-
-
-def _setup_perm(ctx, inputs, output):
-    ctx.save_for_backward(inputs[1])
-    ctx.k = inputs[2] if len(inputs) > 2 else inputs[0].shape[1]
-    ctx.inputs = len(inputs)
-
-
-def _dispatch_backward(ctx, grad):
-    (perm,) = ctx.saved_tensors
-    return torch.ops.moefx.combine(grad, perm, ctx.k), *[None] * (ctx.inputs - 1)
-
-
-def _setup_combine(ctx, inputs, output):
-    rows, perm, ctx.k, weights = inputs
-    ctx.weighted = weights is not None
-    ctx.some = () if known_same(rows.shape[0], perm.shape[0]) else (rows.shape[0],)
-    ctx.save_for_backward(perm, *((rows, weights) if ctx.weighted else ()))
-
-
-def _combine_backward(ctx, grad):
-    perm, *rest = ctx.saved_tensors
-    if not ctx.weighted:
-        return torch.ops.moefx.dispatch(grad, perm, ctx.k, *ctx.some), None, None, None
-    grad_rows, grad_weights = torch.ops.moefx.combine_backward(grad, *rest, perm, ctx.k)
-    return grad_rows, None, None, grad_weights
-
-
-def _dispatch_choices_backward(ctx, grad):
-    (perm,) = ctx.saved_tensors
-    return torch.ops.moefx.collect_choices(grad, perm, ctx.k), None
-
-
-dispatch.register_autograd(_dispatch_backward, setup_context=_setup_perm)
-combine.register_autograd(_combine_backward, setup_context=_setup_combine)
-dispatch_choices.register_autograd(_dispatch_choices_backward, setup_context=_setup_perm)
 
 
 def _moves(node) -> Volume:
@@ -326,7 +259,9 @@ _routing(
     workspace=lambda node: 2 * _ID_BYTES * numel(argument(node, "idx")),
 )  # fmt: skip
 _routing(
-    _ops.expert_load.default, volume=_moves, tokens=Tokens({"traffic": "traffic"}),
+    _ops.expert_load.default,
+    volume=_moves,
+    tokens=Tokens({"traffic": "traffic"}),
     runtime=f"{_kernels}.expert_load(traffic, table)",
 )
 _routing(

@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
+from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import MOVED, Along, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.transport import dumps
 
 
-@torch.library.custom_op("moefx::dump_counts", mutates_args=())
+@meaning(lambda traffic, places, n, *_: traffic.new_empty(traffic.shape[0], traffic.shape[1] * n))
 def dump_counts(traffic: Tensor, places: int, n: int, axis: str) -> Tensor:
     """Rows per (source, expert) [sources, E] -> rows per (source, slot) [sources, E*n], once rows are dumped."""
     return dumps.dump_counts(traffic, places, n).contiguous()
 
 
-@dump_counts.register_fake
-def _(traffic, places, n, axis):
-    return traffic.new_empty(traffic.shape[0], traffic.shape[1] * n)
-
-
-@torch.library.custom_op("moefx::dump", mutates_args=())
+@meaning(
+    lambda rows, counts, places, n, expert_dim, _: sized(
+        rows, _place(counts, expert_dim), rows.shape[_place(counts, expert_dim)] * n
+    ),
+    gradient=lambda grad, rows, *how: local_combine(grad.contiguous(), *how),
+)
 def dump(rows: Tensor, counts: Tensor | None, places: int, n: int, expert_dim: int, axis: str) -> Tensor:
     """A copy of every row for each rank along `axis` that holds a part of its expert: [P, ..] -> [P*n, ..].
 
@@ -38,27 +39,18 @@ def dump(rows: Tensor, counts: Tensor | None, places: int, n: int, expert_dim: i
     return dumps.dump(rows, counts, places, n, expert_dim).contiguous()
 
 
-@dump.register_fake
-def _(rows, counts, places, n, expert_dim, axis):
-    shape = list(rows.shape)
-    shape[0 if counts is not None else expert_dim] *= n
-    return rows.new_empty(shape)
-
-
-@torch.library.custom_op("moefx::local_combine", mutates_args=())
+@meaning(
+    lambda rows, counts, places, n, expert_dim, _: sized(
+        rows, _place(counts, expert_dim), rows.shape[_place(counts, expert_dim)] // n
+    ),
+    gradient=lambda grad, rows, *how: dump(grad.contiguous(), *how),
+)
 def local_combine(rows: Tensor, counts: Tensor | None, places: int, n: int, expert_dim: int, axis: str) -> Tensor:
     """The transpose of `dump`: the sum of what came back for a row, [P*n, ..] -> [P, ..]."""
     return dumps.local_combine(rows, counts, places, n, expert_dim)
 
 
-@local_combine.register_fake
-def _(rows, counts, places, n, expert_dim, axis):
-    shape = list(rows.shape)
-    shape[0 if counts is not None else expert_dim] //= n
-    return rows.new_empty(shape)
-
-
-@torch.library.custom_op("moefx::across_places", mutates_args=())
+@meaning(lambda host, n, *_: host.new_empty(host.shape[0] // n, host.shape[1] // n))
 def across_places(host: Tensor, n: int, axis: str) -> Tensor:
     """What places have for one another, of rows that come from this rank's place along `axis` and go there: traffic
     [places*n, places*n*S] of dumped rows -> [places, places*S]."""
@@ -67,12 +59,7 @@ def across_places(host: Tensor, n: int, axis: str) -> Tensor:
     return torch.as_tensor(host).view(places, n, places, n, -1)[:, me, :, me].reshape(places, -1).clone()
 
 
-@across_places.register_fake
-def _(host, n, axis):
-    return host.new_empty(host.shape[0] // n, host.shape[1] // n)
-
-
-@torch.library.custom_op("moefx::within_place", mutates_args=())
+@meaning(lambda host, n, *_: host.new_empty(host.shape[0] // n, host.shape[1] // n))
 def within_place(host: Tensor, n: int, axis: str) -> Tensor:
     """What ranks of this place have for one another once the rows of all n places along `axis` have arrived: traffic
     [n*m, n*m*S] of dumped rows -> [m, m*S]."""
@@ -81,28 +68,8 @@ def within_place(host: Tensor, n: int, axis: str) -> Tensor:
     return torch.as_tensor(host).view(n, m, n, -1)[:, :, me].sum(0)
 
 
-@within_place.register_fake
-def _(host, n, axis):
-    return host.new_empty(host.shape[0] // n, host.shape[1] // n)
-
-
-def _setup(ctx, inputs, output):
-    _, counts, *ctx.how = inputs
-    ctx.save_for_backward(counts)
-
-
-def _dump_backward(ctx, grad):
-    (counts,) = ctx.saved_tensors
-    return torch.ops.moefx.local_combine(grad.contiguous(), counts, *ctx.how), None, None, None, None, None
-
-
-def _combine_backward(ctx, grad):
-    (counts,) = ctx.saved_tensors
-    return torch.ops.moefx.dump(grad.contiguous(), counts, *ctx.how), None, None, None, None, None
-
-
-dump.register_autograd(_dump_backward, setup_context=_setup)
-local_combine.register_autograd(_combine_backward, setup_context=_setup)
+def _place(counts: Tensor | None, expert_dim: int) -> int:
+    return 0 if counts is not None else expert_dim
 
 
 def _moved(node) -> Volume:

@@ -17,36 +17,30 @@ from torch.fx import Node
 from moefx.ir import world
 from moefx.ir.fates import MIXED, Operand, shape_of, stay
 from moefx.ir.level import Level
+from moefx.ir.meaning import fresh_size, meaning, sized
 from moefx.ir.op import Volume, argument, define, nbytes, value
 from moefx.ir.redistribute import redistribute
 from moefx.transport import shares
 
 
-@torch.library.custom_op("moefx::num_own_rows", mutates_args=())
+@meaning(fresh_size)
 def num_own_rows(x: Tensor, dim: int, n: int, axis: str) -> int:
     """How many rows of x this rank takes: a fresh unbacked size of the graph."""
     here = world.current()
     return shares.sizes(x.shape[dim], here.size(axis))[here.coordinate(axis)]
 
 
-@num_own_rows.register_fake
-def _(x, dim, n, axis):
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-@torch.library.custom_op("moefx::num_chunk_rows", mutates_args=())
+@meaning(fresh_size)
 def num_chunk_rows(x: Tensor, dim: int, chunk: int, chunks: int) -> int:
     """How many rows of x a chunk takes: a fresh unbacked size of the graph. A program must not be one for chunks of a
     single row, or of none, because that is what the first call had."""
     return x.shape[dim] * (chunk + 1) // chunks - x.shape[dim] * chunk // chunks
 
 
-@num_chunk_rows.register_fake
-def _(x, dim, chunk, chunks):
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-@torch.library.custom_op("moefx::own_rows", mutates_args=())
+@meaning(
+    lambda x, size, dim, *_: sized(x, dim, size),
+    gradient=lambda grad, x, size, dim, *how: all_rows(grad, x.shape[dim], dim, *how),
+)
 def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str, apart: bool = False) -> Tensor:
     """This rank's `size` rows of what all ranks have: [.., T, ..] -> [.., size, ..]. Every rank has the whole gradient
     of x: all get the parts of all. apart: the rows are a batch of their own, and ops may mix them."""
@@ -54,12 +48,10 @@ def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str, apart: bool = Fa
     return x.narrow(dim, shares.start(x.shape[dim], here.size(axis), here.coordinate(axis)), size).clone()
 
 
-@own_rows.register_fake
-def _(x, size, dim, n, axis, apart=False):
-    return _sized(x, dim, size)
-
-
-@torch.library.custom_op("moefx::all_rows", mutates_args=())
+@meaning(
+    lambda part, total, dim, *_: sized(part, dim, total),
+    gradient=lambda grad, x, size, dim, *how: own_rows(grad, x.shape[dim], dim, *how),
+)
 def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str, apart: bool = False) -> Tensor:
     """The rows of all ranks, from the share of each: [.., size, ..] -> [.., total, ..]. All read them alike: the
     gradient of a rank's share is its part of the whole one."""
@@ -68,12 +60,10 @@ def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str, apart: bool 
     return found.movedim(0, dim).contiguous()
 
 
-@all_rows.register_fake
-def _(part, total, dim, n, axis, apart=False):
-    return _sized(part, dim, total)
-
-
-@torch.library.custom_op("moefx::sum_own_rows", mutates_args=())
+@meaning(
+    lambda x, size, dim, *_: sized(x, dim, size),
+    gradient=lambda grad, x, size, dim, *how: all_rows(grad, x.shape[dim], dim, *how),
+)
 def sum_own_rows(x: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
     """The sum over the ranks of this rank's rows: [.., T, ..] -> [.., size, ..]. `own_rows` of what `sum_parts` gives,
     for half of its bytes."""
@@ -82,43 +72,14 @@ def sum_own_rows(x: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
     return total.narrow(dim, shares.start(x.shape[dim], here.size(axis), here.coordinate(axis)), size).clone()
 
 
-@sum_own_rows.register_fake
-def _(x, size, dim, n, axis):
-    return _sized(x, dim, size)
-
-
-@torch.library.custom_op("moefx::vary_rows", mutates_args=())
+@meaning(
+    lambda part, total, dim, *_: sized(part, dim, total),
+    gradient=lambda grad, x, size, dim, *how: sum_own_rows(grad, x.shape[dim], dim, *how),
+)
 def vary_rows(part: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
     """`all_rows` for readers of which every rank has other ones: the gradient of a rank's share is the sum over the
     ranks of what flows back to it."""
     return all_rows._init_fn(part, total, dim, n, axis)
-
-
-@vary_rows.register_fake
-def _(part, total, dim, n, axis):
-    return _sized(part, dim, total)
-
-
-def _sized(x: Tensor, dim: int, size) -> Tensor:
-    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
-
-
-def _setup(ctx, inputs, output):
-    x, _, *ctx.how = inputs
-    ctx.rows = x.shape[ctx.how[0]]
-
-
-def _transposed(name: str):
-    def backward(ctx, grad):
-        return getattr(torch.ops.moefx, name)(grad, ctx.rows, *ctx.how), *[None] * (1 + len(ctx.how))
-
-    return backward
-
-
-own_rows.register_autograd(_transposed("all_rows"), setup_context=_setup)
-all_rows.register_autograd(_transposed("own_rows"), setup_context=_setup)
-sum_own_rows.register_autograd(_transposed("all_rows"), setup_context=_setup)
-vary_rows.register_autograd(_transposed("sum_own_rows"), setup_context=_setup)
 
 
 def _all_but_one(node) -> list[Operand]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.ir import world
+from moefx.ir.meaning import fresh_size, meaning, sized
 from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, numel, value
 from moefx.ir.ops.exchange import way
 from moefx.transport import blocks, codecs
@@ -27,19 +28,14 @@ from moefx.transport.codecs import codec_named
 _Sizes = Sequence[int]
 
 
-@torch.library.custom_op("moefx::phase_rows", mutates_args=())
+@meaning(fresh_size)
 def phase_rows(host: Tensor, n: int, axis: str, m: int, algorithm: str, step: str, reverse: bool) -> int:
     """How many rows this rank holds after the step: a fresh unbacked size of the graph."""
     here, pairs = _plan(host, n, axis, m, algorithm, reverse)
     return here.num_rows(step, pairs)
 
 
-@phase_rows.register_fake
-def _(host, n, axis, m, algorithm, step, reverse):
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-@torch.library.custom_op("moefx::exchange_phase", mutates_args=())
+@meaning(lambda rows, host, out_rows, *_: sized(rows, 0, out_rows))
 def exchange_phase(
     rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, m: int, algorithm: str, step: str, reverse: bool
 ) -> Tensor:
@@ -53,12 +49,7 @@ def exchange_phase(
     return _padded(rows, [moved], out_rows)
 
 
-@exchange_phase.register_fake
-def _(rows, host, out_rows, n, axis, m, algorithm, step, reverse):
-    return rows.new_empty((out_rows, *rows.shape[1:]))
-
-
-@torch.library.custom_op("moefx::repack", mutates_args=())
+@meaning(lambda rows, host, out_rows, *_: sized(rows[0], 0, out_rows))
 def repack(
     rows: Sequence[Tensor],
     host: Tensor,
@@ -76,35 +67,23 @@ def repack(
     return _padded(rows[0], pieces, out_rows)
 
 
-@repack.register_fake
-def _(rows, host, out_rows, n, axis, m, algorithm, step, reverse):
-    return rows[0].new_empty((out_rows, *rows[0].shape[1:]))
-
-
-@torch.library.custom_op("moefx::encode", mutates_args=())
+@meaning(
+    lambda rows, codec: rows.new_empty(
+        (rows.shape[0], codec_named(codec).payload_width(rows.shape[1])), dtype=codec_named(codec).payload_dtype
+    )
+)
 def encode(rows: Tensor, codec: str) -> Tensor:
     """Rows [R, D] -> the codec's payload [R, W]."""
     return codecs.encode(rows, codec)
 
 
-@encode.register_fake
-def _(rows, codec):
-    known = codec_named(codec)
-    return rows.new_empty((rows.shape[0], known.payload_width(rows.shape[1])), dtype=known.payload_dtype)
-
-
-@torch.library.custom_op("moefx::decode", mutates_args=())
+@meaning(lambda payload, codec, width, dtype: payload.new_empty((payload.shape[0], width), dtype=dtype))
 def decode(payload: Tensor, codec: str, width: int, dtype: torch.dtype) -> Tensor:
     """The codec's payload [R, W] -> rows [R, width]."""
     return codecs.decode(payload, codec, width, dtype)
 
 
-@decode.register_fake
-def _(payload, codec, width, dtype):
-    return payload.new_empty((payload.shape[0], width), dtype=dtype)
-
-
-@torch.library.custom_op("moefx::block_traffic", mutates_args=())
+@meaning(lambda sizes, shape, expert_dim, row_dim, n, *_: sizes.new_empty(n, n))
 def block_traffic(
     sizes: Tensor, shape: _Sizes, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
 ) -> Tensor:
@@ -114,24 +93,18 @@ def block_traffic(
     return (torch.as_tensor(sizes) * unit).unsqueeze(1).repeat(1, n)
 
 
-@block_traffic.register_fake
-def _(sizes, shape, expert_dim, row_dim, n, axis, reverse):
-    return sizes.new_empty(n, n)
+def _packed(x, sizes, expert_dim, row_dim, n, axis, reverse):
+    unit, width = blocks.row_shape(x.shape, expert_dim, row_dim, n, reverse=reverse)
+    return x.new_empty((unit * x.shape[row_dim] * (1 if reverse else n), width))
 
 
-@torch.library.custom_op("moefx::pack_blocks", mutates_args=())
+@meaning(_packed)
 def pack_blocks(x: Tensor, sizes: Tensor, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool) -> Tensor:
     """Static blocks as rows by target rank: [.., E, .., C_own, ..] -> [R, width], see `transport.blocks`."""
     return blocks.pack(x, torch.as_tensor(sizes).tolist(), expert_dim, row_dim, n, reverse=reverse)
 
 
-@pack_blocks.register_fake
-def _(x, sizes, expert_dim, row_dim, n, axis, reverse):
-    unit, width = blocks.row_shape(x.shape, expert_dim, row_dim, n, reverse=reverse)
-    return x.new_empty((unit * x.shape[row_dim] * (1 if reverse else n), width))
-
-
-@torch.library.custom_op("moefx::unpack_blocks", mutates_args=())
+@meaning(lambda rows, sizes, shape, *_: rows.new_empty(shape))
 def unpack_blocks(
     rows: Tensor, sizes: Tensor, shape: _Sizes, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
 ) -> Tensor:
@@ -139,11 +112,6 @@ def unpack_blocks(
     me = world.current().coordinate(axis)
     each = torch.as_tensor(sizes).tolist()
     return blocks.unpack(rows, shape, each, expert_dim, row_dim, reverse=reverse, rank=me)
-
-
-@unpack_blocks.register_fake
-def _(rows, sizes, shape, expert_dim, row_dim, n, axis, reverse):
-    return rows.new_empty(shape)
 
 
 def _plan(host: Tensor, n: int, axis: str, m: int, algorithm: str, reverse: bool) -> tuple[Transport, np.ndarray]:

@@ -13,56 +13,43 @@ from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.level import Level
+from moefx.ir.meaning import meaning
 from moefx.ir.op import Along, Volume, argument, define, nbytes, numel, value
 from moefx.transport import vocabulary
 
 
-@torch.library.custom_op("moefx::own_embedding", mutates_args=())
+@meaning(
+    lambda weight, ids, *_: weight.new_empty((*ids.shape, weight.shape[1])),
+    gradient=lambda grad, weight, ids, *how: own_embedding_backward(grad.contiguous(), ids, weight.shape[0], *how),
+)
 def own_embedding(weight: Tensor, ids: Tensor, padding_idx: int, n: int, axis: str) -> Tensor:
     """`embedding` with this rank's rows of a table: [V/n, D], ids [..] -> [.., D], zeros for ids of other ranks"""
     return vocabulary.own_embedding(weight, ids, n, world.current().coordinate(axis))
 
 
-@own_embedding.register_fake
-def _(weight, ids, padding_idx, n, axis):
-    return weight.new_empty((*ids.shape, weight.shape[1]))
-
-
-@torch.library.custom_op("moefx::own_embedding_backward", mutates_args=())
+@meaning(lambda grad, ids, rows, *_: grad.new_empty((rows, grad.shape[-1])))
 def own_embedding_backward(grad: Tensor, ids: Tensor, rows: int, padding_idx: int, n: int, axis: str) -> Tensor:
     """The transpose of `own_embedding`: [.., D] -> [V/n, D], nothing from the id `padding_idx` (-1: there is none)"""
     return vocabulary.own_embedding_backward(grad, ids, rows, padding_idx, n, world.current().coordinate(axis))
 
 
-@own_embedding_backward.register_fake
-def _(grad, ids, rows, padding_idx, n, axis):
-    return grad.new_empty((rows, grad.shape[-1]))
-
-
-@torch.library.custom_op("moefx::label_terms", mutates_args=())
+@meaning(
+    lambda logits, labels, ignore_index, n, axis: logits.new_empty(
+        (n, 2, logits.shape[0]), dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
+)
 def label_terms(logits: Tensor, labels: Tensor, ignore_index: int, n: int, axis: str) -> Tensor:
     """What this rank knows of a token's loss, [T, V/n] -> [n, 2, T], zeros for other ranks: the logarithm of the sum of
     exponentials, and the label's logit"""
     return vocabulary.label_terms(logits, labels, ignore_index, n, world.current().coordinate(axis))
 
 
-@label_terms.register_fake
-def _(logits, labels, ignore_index, n, axis):
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty((n, 2, logits.shape[0]), dtype=dtype)
-
-
-@torch.library.custom_op("moefx::label_terms_backward", mutates_args=())
+@meaning(lambda grad, logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format))
 def label_terms_backward(grad: Tensor, logits: Tensor, labels: Tensor, terms: Tensor, ignore_index: int, n: int,
                          axis: str) -> Tensor:  # fmt: skip
     """Gradient of the logits of `label_terms`: [n, 2, T] -> [T, V/n]"""
     place = world.current().coordinate(axis)
     return vocabulary.label_terms_backward(grad, logits, labels, terms, ignore_index, n, place)
-
-
-@label_terms_backward.register_fake
-def _(grad, logits, labels, terms, ignore_index, n, axis):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def loss_of_parts(logits: Tensor, labels: Tensor, dtype: torch.dtype, ignore_index: int, reduction: str,
@@ -86,18 +73,6 @@ def loss_of_parts(logits: Tensor, labels: Tensor, dtype: torch.dtype, ignore_ind
     return (loss / (~is_ignored).sum() if reduction == "mean" else loss).to(dtype)
 
 
-def _setup_rows(ctx, inputs, output):
-    weight, ids, *ctx.how = inputs
-    ctx.rows = weight.shape[0]
-    ctx.save_for_backward(ids)
-
-
-def _rows_backward(ctx, grad):
-    (ids,) = ctx.saved_tensors
-    found = torch.ops.moefx.own_embedding_backward(grad.contiguous(), ids, ctx.rows, *ctx.how)
-    return found, None, None, None, None
-
-
 def _setup_terms(ctx, inputs, output):
     logits, labels, *ctx.how = inputs
     ctx.save_for_backward(logits, labels, output)
@@ -107,7 +82,6 @@ def _terms_backward(ctx, grad):
     return torch.ops.moefx.label_terms_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
-own_embedding.register_autograd(_rows_backward, setup_context=_setup_rows)
 label_terms.register_autograd(_terms_backward, setup_context=_setup_terms)
 
 

@@ -17,12 +17,18 @@ from torch import Tensor
 
 from moefx.axes import split_axes
 from moefx.ir import world
+from moefx.ir.meaning import meaning
 from moefx.ir.op import Stage, argument, nbytes, numel, value
 from moefx.ir.redistribute import redistribute
 from moefx.layout import Layout, places
 
 
-@torch.library.custom_op("moefx::gather_weights", mutates_args=())
+@meaning(
+    lambda shard, layout, n, axis, dtype: shard.new_empty(_whole(shard, Layout.read(layout)), dtype=dtype),
+    gradient=lambda grad, shard, layout, n, axis, _: scatter_weights(
+        grad, list(shard.shape), layout, n, axis, shard.dtype
+    ),
+)
 def gather_weights(shard: Tensor, layout: str, n: int, axis: str, dtype: torch.dtype | None) -> Tensor:
     """A parameter as the n ranks along an axis together have it: [own part] -> [what they have]. layout: in words, how
     they share it. dtype: of the result, and of what travels; None: as it is. The gradient of a rank's part is the sum
@@ -35,12 +41,10 @@ def gather_weights(shard: Tensor, layout: str, n: int, axis: str, dtype: torch.d
     return whole
 
 
-@gather_weights.register_fake
-def _(shard, layout, n, axis, dtype):
-    return shard.new_empty(_whole(shard, Layout.read(layout)), dtype=dtype)
-
-
-@torch.library.custom_op("moefx::scatter_weights", mutates_args=())
+@meaning(
+    lambda grad, shape, layout, n, axis, dtype: grad.new_empty(shape, dtype=dtype),
+    gradient=lambda back, grad, shape, layout, n, axis, _: gather_weights(back, layout, n, axis, grad.dtype),
+)
 def scatter_weights(grad: Tensor, shape: list[int], layout: str, n: int, axis: str, dtype: torch.dtype) -> Tensor:
     """The transpose of `gather_weights`: the sum over the ranks of the gradient of this rank's part, of this shape and
     dtype; summed in single precision at least."""
@@ -48,11 +52,6 @@ def scatter_weights(grad: Tensor, shape: list[int], layout: str, n: int, axis: s
     total = here.all_reduce(grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous(), axis)
     part = Layout.read(layout).take(total, sizes, places(sizes)[here.coordinate(axis)])
     return part.to(dtype).clone(memory_format=torch.contiguous_format)
-
-
-@scatter_weights.register_fake
-def _(grad, shape, layout, n, axis, dtype):
-    return grad.new_empty(shape, dtype=dtype)
 
 
 def _sizes(axis: str) -> dict[str, int]:
@@ -65,28 +64,6 @@ def _whole(shard: Tensor, layout: Layout) -> list[int]:
     for cut in layout.cuts:
         shape[cut.dim] = sum(cut.pieces)
     return shape
-
-
-def _setup(ctx, inputs, output):
-    shard, *ctx.how, _ = inputs
-    ctx.shape, ctx.dtype = list(shard.shape), shard.dtype
-
-
-def _backward(ctx, grad):
-    return torch.ops.moefx.scatter_weights(grad, ctx.shape, *ctx.how, ctx.dtype), None, None, None, None
-
-
-def _setup_scatter(ctx, inputs, output):
-    _, _, *ctx.how, _ = inputs
-    ctx.dtype = inputs[0].dtype
-
-
-def _scatter_backward(ctx, grad):
-    return torch.ops.moefx.gather_weights(grad, *ctx.how, ctx.dtype), None, None, None, None, None
-
-
-gather_weights.register_autograd(_backward, setup_context=_setup)
-scatter_weights.register_autograd(_scatter_backward, setup_context=_setup_scatter)
 
 
 def _of_all(node) -> sympy.Expr:
