@@ -1,13 +1,14 @@
 """Draw the pictures of the documentation from a real model: python docs/make_pictures.py
 
 One MoE layer of transformers' Mixtral: as it was captured and as each of four ranks runs it (the forward, before it is
-differentiated); the step times of benchmarks/results/peers.md; and a report of a small Mixtral on two ranks of this
-machine, predicted and measured. Needs a chromium, and pip install -e '.[pictures]'
+differentiated); the step times of benchmarks/results/peers.md; the losses of benchmarks/real_run.py; and a report of
+a small Mixtral on two ranks of this machine, predicted and measured. Needs a chromium, and pip install -e '.[pictures]'
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 import tempfile
@@ -100,6 +101,31 @@ def compare_with_peers(measured: Path, image: Path) -> None:
         plt.savefig(image, metadata={"Date": None})
 
 
+def compare_curves(measured: Path, image: Path) -> None:
+    """The losses of benchmarks/real_run.py, and how far those of several ranks are from one device's."""
+    losses = {name: torch.tensor(each) for name, each in json.loads(measured.read_text(encoding="utf-8")).items()}
+    smooth = {name: each.unfold(0, 10, 1).mean(1) for name, each in losses.items()}
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "moefx"}
+    eager, noise = smooth.pop("one device"), smooth.pop("noise")
+    with plt.rc_context(style):
+        _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+        steps = range(10, 10 + len(eager))
+        left.plot(steps, smooth.pop("dense"), color="#858585", label="dense, one device")
+        left.plot(steps, eager, color="#1f2328", linewidth=3, alpha=0.35, label="MoE, one device, eager")
+        right.semilogy(steps, (noise - eager).abs().clamp(min=1e-7), color="#1f2328", linewidth=3, alpha=0.35,
+                       label="one device, other order of sums")  # fmt: skip
+        for (name, each), color, dash in zip(smooth.items(), ("#c65f12", "#2f6fab", "#3a8f4d"), ("-", "--", ":")):
+            left.plot(steps, each, color=color, linestyle=dash, linewidth=1.2, label=f"MoE, moefx: {name}")
+            right.semilogy(steps, (each - eager).abs().clamp(min=1e-7), color=color, linestyle=dash, linewidth=1.2,
+                           label=name)  # fmt: skip
+        left.set(xlabel="step", ylabel="loss, mean of ten steps")
+        right.set(xlabel="step", ylabel="difference from one device's loss")
+        for ax in (left, right):
+            ax.legend(frameon=False)
+        plt.savefig(image, metadata={"Date": None})
+    plt.close()
+
+
 def ratios(text: str) -> dict[str, list[tuple[str, float, float, float]]]:
     """{heading: [(system, median, quartiles)]} of the tables in benchmarks/results/peers.md; of moefx without chunks,
     with four by OptSche, and as planned."""
@@ -167,6 +193,7 @@ def main() -> None:
     picture = svg_before_after(before, after, title=title, keep=is_shown, kind=kind)
     (IMAGES / "layer.svg").write_text(picture, encoding="utf-8")
     compare_with_peers(IMAGES.parents[1] / "benchmarks/results/peers.md", IMAGES / "peers.svg")
+    compare_curves(IMAGES.parents[1] / "benchmarks/results/real_run.json", IMAGES / "real_run.svg")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_of, (2, folder), nprocs=2)
         shots(Path(folder) / "run.html")
