@@ -187,7 +187,7 @@ def fake_as(mode: Any, like: Tensor, memory: Tensor | None = None) -> Tensor:
     """A fake like another one, over the memory of a third, or its own. Nothing is computed of its sizes, which takes
     twenty times as long where they are symbols; so its own memory does not know how large it is."""
     with in_kernel_invocation_manager(like.fake_mode):
-        meta = like.detach()
+        meta = like.data  # knows nothing of autograd's views
     memory = torch.empty(0, dtype=like.dtype, device="meta") if memory is None else memory
     torch._functionalize_unsafe_set(meta, memory)
     return FakeTensor(mode, meta, like.device)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moefx._torch_compat import FakeTensorMode, ShapeEnv
 from moefx.ir import infer
+from moefx.ir.copies import Fakes
 from moefx.ir.forms import Writer
 from moefx.ir.op import value
 from moefx.ir.writes import storage
@@ -119,3 +121,20 @@ def test_without_gradients_it_is_another_op():
     gm, _ = graph(text(body, 1).replace("return (x1,)", "return (x1, y1, z1)"))
     found = {node.name: value(node).requires_grad for node in gm.graph.nodes if node.name in ("x1", "y1", "z1")}
     assert found == {"x1": True, "y1": True, "z1": False}
+
+
+def test_copies_of_the_parts_of_a_split_may_be_written_to():
+    """Autograd forbids it of the parts themselves. Parts of one memory are so again, in a memory of their own."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.empty(8, 6), static_shapes=False).requires_grad_()
+    with mode:
+        parts = (x * 2).chunk(2, -1)
+        copies = Fakes(mode, {}, []).of(list(parts))
+        copies[0].add_(1)
+    for part, copy in zip(parts, copies):
+        assert (copy.shape, copy.stride(), copy.storage_offset()) == (part.shape, part.stride(), part.storage_offset())
+        assert copy.requires_grad
+        assert not copy.is_leaf
+    memory = [each.untyped_storage()._cdata for each in (*parts, *copies)]
+    assert memory[0] == memory[1] != memory[2] == memory[3]
+    assert parts[0]._version == 0
