@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import shutil
 import subprocess
 import sys
@@ -36,6 +38,11 @@ except moefx.errors.MoefxError as error:
 else:
     raise AssertionError("the option of a feature that there is not was taken")
 """
+IMPORTS = """
+from torch.distributed.device_mesh import init_device_mesh
+from tests.support.ranks import fake_world
+from tests.support.models import CASES, shallow
+"""
 # Of rooms without an option: what is different.
 DIFFERS = {
     "papers": """
@@ -46,7 +53,7 @@ except moefx.errors.MoefxError as error:
 else:
     raise AssertionError("a preset of a feature that there is not was taken")
 """,
-    "saa": """
+    "saa": IMPORTS + """
 with fake_world(4):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp"))
     compiled = moefx.compile(shallow("gshard-grouped").build(), mesh, ep=2, esp=2, split="s2")
@@ -55,15 +62,7 @@ with fake_world(4):
     assert how == "s2", how
 """,
 }
-IMPORTS = """
-import torch, moefx
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from tests.support.ranks import fake_world
-from tests.support.models import CASES, shallow
-
-"""
-TRAINS = """
+TRAINS = IMPORTS + """
 case = shallow("loop-plain")
 with fake_world(2):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
@@ -119,17 +118,51 @@ def without(path: Path, names: Collection[str], script: str) -> None:
     """Runs a script with a moefx that lacks these rooms."""
     rooms_of = ROOT / "moefx" / "features"
     shutil.copytree(ROOT / "moefx", path / "moefx", ignore=lambda folder, found: [
-        each for each in found if each == "__pycache__" or (Path(folder) == rooms_of and each in names)])  # fmt: skip
+        each for each in found if Path(folder) == rooms_of and each in names])  # fmt: skip
     listing = path / "moefx" / "features" / "__init__.py"
     for name in names:
         assert not (path / "moefx" / "features" / name).exists()
         listing.write_text(listing.read_text().replace(f'    "{name}",\n', ""))
     (path / "tests").symlink_to(ROOT / "tests")
-    result = subprocess.run([sys.executable, "-c", IMPORTS + script + 'print("done")'], cwd=path, text=True,
-                            capture_output=True, timeout=600, check=False, env=_env(path))  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "done" in result.stdout
+    code, said = _server().ask(path, "import moefx\n" + script + 'print("done")')
+    assert code == 0, said[-3000:]
+    assert "done" in said
 
 
-def _env(path: Path) -> dict[str, str]:
-    return {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(path), "MOEFX_CACHE": "off", "OMP_NUM_THREADS": "1"}
+class _Server:
+    """A process that has read torch and transformers, but not moefx, and runs every script in a copy of itself."""
+
+    LOOP = """
+import json, os, sys
+import torch, torch.distributed, torch._dynamo, transformers
+from torch.distributed import device_mesh, tensor
+from torch.testing._internal.distributed import fake_pg
+
+for line in sys.stdin:
+    path, script = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.chdir(path)
+        said = os.open("said", os.O_CREAT | os.O_WRONLY)
+        os.dup2(said, 1), os.dup2(said, 2)
+        sys.path.insert(0, path)
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), flush=True)
+"""
+
+    def __init__(self) -> None:
+        environment = {"PATH": "/usr/bin:/bin", "MOEFX_CACHE": "off", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, "-c", self.LOOP], text=True, env=environment, cwd="/",
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+
+    def ask(self, path: Path, script: str) -> tuple[int, str]:
+        """The exit code, and what the script wrote."""
+        print(json.dumps([str(path), script]), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline()), (path / "said").read_text()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
