@@ -94,6 +94,7 @@ class Sample:
     dynamic: bool = True
     shard_dense: bool = False
     layers: int = 1  # three are compiled once
+    whole_blocks: bool = False  # chunks go on after the layer
 
     @property
     def world(self) -> int:
@@ -112,7 +113,7 @@ class Sample:
     @property
     def options(self) -> dict[str, Any]:
         names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "split", "rows", "ep", "esp", "keep",
-                 "placement", "r", "dynamic", "shard_dense")  # fmt: skip
+                 "placement", "r", "dynamic", "shard_dense", "whole_blocks")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -200,8 +201,17 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         dynamic=st.sampled_from([True, True, True, False]),
         shard_dense=st.sampled_from([False, readers == world]),  # not with `mp`
         layers=st.sampled_from([1, 1, 1, 3]),
+        whole_blocks=st.booleans(),
     )
-    return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes).map(_placeable).map(_gatherable)
+    for change in (_in_parts, _castable, _one_size, _keepable, _on_nodes, _placeable, _gatherable):
+        made = made.map(change)
+    return made
+
+
+def _in_parts(sample: Sample) -> Sample:
+    """Blocks of capacities are not cut, and one chunk is the whole."""
+    is_cut = isinstance(sample.style, Loop) and sample.chunks > 1
+    return replace(sample, whole_blocks=sample.whole_blocks and is_cut)
 
 
 def _gatherable(sample: Sample) -> Sample:
