@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Like:
+    """What is kept of a tensor whose entries nobody reads again: ops may write to it in the meantime."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
 def meaning(fake: Callable[..., Any], *, gradient: Callable[..., Any] | None = None) -> Callable[[Callable], Any]:
@@ -15,7 +29,8 @@ def meaning(fake: Callable[..., Any], *, gradient: Callable[..., Any] | None = N
 
     fake: (arguments) -> tensors of the shape, dtype and device of the result. gradient: (gradient of the result, a
     list where it is one, arguments) -> that of the first argument, or a tuple of those of the first ones; None for
-    what has none. Without it the op has no gradient. Both are traced, so what they compute becomes part of the graph.
+    what has none. It gets a `Like` in place of each tensor of the first argument. Without it the op has no gradient.
+    Both are traced, so what they compute becomes part of the graph.
     """
 
     def register(function: Callable) -> Any:
@@ -41,7 +56,8 @@ def fresh_size(*_: Any) -> Any:
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    leaves, ctx.form = tree_flatten(inputs)
+    first, *others = inputs
+    leaves, ctx.form = tree_flatten((tree_map_only(Tensor, Like.of, first), *others))
     ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in leaves))
     ctx.others = [None if isinstance(each, Tensor) else each for each in leaves]
 

@@ -102,15 +102,7 @@ def _combined(rows, perm, k, weights=None):
     return rows.new_empty((perm.shape[0] // k, *rows.shape[1:]), dtype=dtype)
 
 
-def _combine_gradient(grad, rows, perm, k, weights):
-    if weights is None:
-        some = () if known_same(rows.shape[0], perm.shape[0]) else (rows.shape[0],)
-        return dispatch(grad, perm, k, *some)
-    grad_rows, grad_weights = combine_backward(grad, rows, weights, perm, k)
-    return grad_rows, None, None, grad_weights
-
-
-@meaning(_combined, gradient=_combine_gradient)
+@meaning(_combined)
 def combine(rows: Tensor, perm: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """Back to token order, summed over the choices: [T*K, ...] -> [T, ...], each row times `weights` [T, K] if given.
 
@@ -178,6 +170,24 @@ def bincount(x: Tensor, num_classes: int) -> Tensor:
     if counts.shape[0] != num_classes:
         raise IndexError(f"bincount of ids up to {counts.shape[0] - 1} with minlength={num_classes}")
     return counts
+
+
+def _setup_combine(ctx, inputs, output):
+    rows, perm, ctx.k, weights = inputs
+    ctx.weighted = weights is not None
+    ctx.some = () if known_same(rows.shape[0], perm.shape[0]) else (rows.shape[0],)
+    ctx.save_for_backward(perm, *((rows, weights) if ctx.weighted else ()))
+
+
+def _combine_backward(ctx, grad):
+    perm, *rest = ctx.saved_tensors
+    if not ctx.weighted:
+        return torch.ops.moefx.dispatch(grad, perm, ctx.k, *ctx.some), None, None, None
+    grad_rows, grad_weights = torch.ops.moefx.combine_backward(grad, *rest, perm, ctx.k)
+    return grad_rows, None, None, grad_weights
+
+
+combine.register_autograd(_combine_backward, setup_context=_setup_combine)  # it keeps rows only if it weighs them
 
 
 def _moves(node) -> Volume:
