@@ -277,8 +277,7 @@ class Builder:
     def look(self, leaves: list[Any], tree: Any, key: CallKey) -> tuple[Attempt, Decision]:
         """What a program for calls like this one is chosen by: one with whole regions, and the plan. No parameter gets
         its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
-        skip: frozenset[str] = frozenset()
-        fixed: Fixed = "" if self.options.debug.dynamic else "all"
+        skip, fixed = frozenset[str](), "" if self.options.debug.dynamic else "all"
         while True:
             try:
                 with LOCK, _rare_collections():
