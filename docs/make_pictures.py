@@ -1,14 +1,16 @@
 """Draw the pictures of the documentation from a real model: python docs/make_pictures.py
 
 One MoE layer of transformers' Mixtral: as it was captured and as each of four ranks runs it (the forward, before it is
-differentiated); the step times of benchmarks/results/peers.md; the losses of benchmarks/real_run.py; and a report of
-a small Mixtral on two ranks of this machine, predicted and measured. Needs a chromium, and pip install -e '.[pictures]'
+differentiated); the step times of benchmarks/results/peers.md; the losses of benchmarks/real_run.py; a report of a
+small Mixtral on two ranks of this machine, predicted and measured; and a plan. Needs a chromium, and
+pip install -e '.[pictures]'
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -171,18 +173,27 @@ def run_of(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def shots(page: Path) -> None:
-    """The top of a report and its timeline."""
+def planned(page: Path) -> None:
+    """The page of the plan that docs/plan.md begins with."""
+    config = os.path.relpath(IMAGES.parents[1] / "examples" / "configs" / "qwen3-235b-a22b.json")
+    options = Options().changed(shard_dense=True)
+    moefx.plan(config, "h100-8x400g", 2048, ep=64, memory_limit=80e9, options=options).draw(page)
+
+
+def shots(run: Path, plan: Path) -> None:
+    """The tops of a report and of a plan; of the report also the timeline and the memory."""
     executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         shown = browser.new_page(viewport={"width": 900, "height": 780}, color_scheme="light")
         shown.set_default_timeout(300_000)
-        shown.goto(page.as_uri())
-        shown.wait_for_selector(".chart .main-svg")
-        shown.screenshot(path=IMAGES / "report.png")
-        shown.locator("section", has=shown.get_by_role("heading", name="Timeline of a step")).screenshot(
-            path=IMAGES / "timeline.png")  # fmt: skip
+        for page, name in ((plan, "plan"), (run, "report")):
+            shown.goto(page.as_uri())
+            shown.wait_for_selector(".chart .main-svg")
+            shown.screenshot(path=IMAGES / f"{name}.png")
+        for heading, name in (("Timeline of a step", "timeline"), ("Memory over a step", "memory")):
+            section = shown.locator("section", has=shown.get_by_role("heading", name=heading))
+            section.screenshot(path=IMAGES / f"{name}.png")
         browser.close()
 
 
@@ -196,7 +207,8 @@ def main() -> None:
     compare_curves(IMAGES.parents[1] / "benchmarks/results/real_run.json", IMAGES / "real_run.svg")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_of, (2, folder), nprocs=2)
-        shots(Path(folder) / "run.html")
+        planned(Path(folder) / "plan.html")
+        shots(Path(folder) / "run.html", Path(folder) / "plan.html")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 examples/train_moe.py --dp 2 --mp 2 --fold --ep 2 --esp 2
     torchrun --nproc-per-node 2 examples/train_moe.py --steps 20 --check
     torchrun --nproc-per-node 2 examples/train_moe.py --checkpoint runs/a --save-every 20 --resume
+    torchrun --nproc-per-node 2 examples/train_moe.py --autocast --accumulate 2 --ema 0.99 --evaluate-every 20
 
 Gloo on CPU, NCCL where there is a GPU per rank. `--check` afterwards runs the same steps on one rank, eagerly and
 without moefx (one copy of the model per rank's batch, gradients averaged), and prints both side by side.
@@ -19,6 +20,8 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,12 +30,14 @@ from models import MODELS, build
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import moefx
 from moefx import checkpoint
 
 WARM_UP = 10  # steps of a rising learning rate
+HELD_OUT = 200_000  # bytes of text to evaluate on
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,6 +56,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--autocast", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--ema", type=float, metavar="DECAY", help="average the weights over steps, for evaluation")
+    parser.add_argument("--evaluate-every", type=int, metavar="STEPS", help="on text that is not trained on")
     parser.add_argument("--checkpoint", metavar="DIR")
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of DIR, if any")
@@ -81,11 +88,49 @@ def start(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh]:
     return device, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+class Average:
+    """An exponential moving average of the weights: of each rank's own parts, so that nothing is sent."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.mix = model, get_ema_multi_avg_fn(decay)
+        self.values: list[Tensor] = []
+        self.resume_from: Path | None = None  # a checkpoint of the average
+
+    def update(self) -> None:
+        """After a step: by then every parameter is where it lives."""
+        weights = [p.detach() for p in self.model.parameters()]
+        is_first = not self.values
+        if is_first:
+            self.values = [p.clone() for p in weights]
+        if is_first and self.resume_from is not None:
+            with self.in_place():
+                checkpoint.load(self.resume_from, self.model)
+        if not is_first or self.resume_from is not None:
+            self.mix(self.values, weights, None)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the average as its weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for p, value in zip(self.model.parameters(), self.values, strict=True):
+            before = p.detach().clone()
+            p.copy_(value)
+            value.copy_(before)
+
+
 class Trainer:
     """A model with its optimizer: the same for the compiled and for the plain one."""
 
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
         self.model, self.args = model, args
+        self.average = None if args.ema is None else Average(model, args.ema)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: min(1.0, (s + 1) / WARM_UP))
 
@@ -106,7 +151,22 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         self.optimizer.step()
         self.schedule.step()
+        if self.average is not None:
+            self.average.update()
         return total / len(batches), full(norm)
+
+    def averaged(self) -> contextlib.AbstractContextManager:
+        """With the average of the weights in place, where there is one."""
+        return contextlib.nullcontext() if self.average is None else self.average.in_place()
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Tensor]) -> Tensor:
+        """The mean loss, on the device."""
+        self.model.eval()
+        with self.averaged(), torch.autocast(batches[0].device.type, torch.bfloat16, enabled=self.args.autocast):
+            losses = [self.model(input_ids=tokens, labels=tokens).loss for tokens in batches]
+        self.model.train()
+        return torch.stack(losses).mean()
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -115,10 +175,13 @@ def full(tensor: Tensor) -> Tensor:
 
 def resume(trainer: Trainer, args: argparse.Namespace) -> int:
     """The step to go on from; 0 if there is nothing to resume."""
-    if not args.resume or checkpoint.latest(args.checkpoint) is None:
+    newest = checkpoint.latest(args.checkpoint) if args.resume else None
+    if newest is None:
         return 0
-    found = checkpoint.load(args.checkpoint, trainer.model, trainer.optimizer)
+    found = checkpoint.load(newest, trainer.model, trainer.optimizer)
     trainer.schedule.load_state_dict(found["extra"]["schedule"])
+    if trainer.average is not None:
+        trainer.average.resume_from = checkpoint.latest(newest / "ema")
     data = data_settings(args)
     if found["extra"]["data"] != data:
         raise SystemExit(f"the checkpoint was made with {found['extra']['data']}, not {data}")
@@ -131,7 +194,7 @@ def data_settings(args: argparse.Namespace) -> dict:
     return {"seed": args.seed, "seq": args.seq, "accumulate": args.accumulate, "sequences": args.batch * readers}
 
 
-def train(trainer: Trainer, first: int, batches: Batches, device: torch.device) -> list[float]:
+def train(trainer: Trainer, first: int, batches: Batches, held_out: Batches, device: torch.device) -> list[float]:
     """Steps first..args.steps - 1; the losses, averaged over the ranks."""
     args, model = trainer.args, trainer.model
     reader, readers, leads = model.data_mesh.get_coordinate()[0], model.data_mesh.size(), dist.get_rank() == 0
@@ -148,9 +211,17 @@ def train(trainer: Trainer, first: int, batches: Batches, device: torch.device) 
             line = f"step {step + 1:4d}  loss {losses[-1]:.5f}  grad norm {norm.item():7.4f}  {rate:7.0f} tokens/s"
             bar.write(f"{line}  {describe(model.moe_stats())}")
         bar.update()
+        if args.evaluate_every and (step + 1) % args.evaluate_every == 0:
+            found = trainer.evaluate([held_out(number, reader).to(device) for number in range(2)])
+            dist.all_reduce(found)
+            if leads:
+                bar.write(f"step {step + 1:4d}  held-out loss {found.item() / dist.get_world_size():.5f}")
         if args.checkpoint and (step + 1) % args.save_every == 0:
             extra = {"data": data_settings(args), "schedule": trainer.schedule.state_dict()}
             path = checkpoint.save(args.checkpoint, model, trainer.optimizer, step=step + 1, extra=extra, keep_last=3)
+            if trainer.average is not None:
+                with trainer.averaged():
+                    checkpoint.save(path / "ema", model, step=step + 1)
             if leads:
                 bar.write(f"saved {path}")
     bar.close()
@@ -163,10 +234,11 @@ def describe(stats: dict) -> str:
     return f"expert load max/mean {loads}  dropped {sum(layer.dropped or 0 for layer in stats.values())}"
 
 
-def check(plain: Trainer, compiled: nn.Module, first: int, losses: list[float], batches: Batches,
+def check(plain: Trainer, trainer: Trainer, first: int, losses: list[float], batches: Batches,
           device: torch.device) -> None:  # fmt: skip
     """Run the same steps eagerly on rank 0 and print both; the other ranks only help to gather parameters."""
-    ours = {name: full(param) for name, param in compiled.named_parameters()}
+    with trainer.averaged():
+        ours = {name: full(param).clone() for name, param in trainer.model.named_parameters()}
     if dist.get_rank() == 0:
         args, readers = plain.args, batches.readers
         print(f"{'step':>4}  {'moefx':>9}  {'eager':>9}  difference")
@@ -177,10 +249,11 @@ def check(plain: Trainer, compiled: nn.Module, first: int, losses: list[float], 
             theirs = plain.step(tokens, len(tokens), hold_back=False)[0].item()
             worst = max(worst, abs(loss - theirs))
             print(f"{step + 1:4d}  {loss:9.6f}  {theirs:9.6f}  {loss - theirs:+.1e}")
-        named = plain.model.named_parameters()
-        apart = {name: (ours[name] - param.detach()).abs().max().item() for name, param in named}
-        name = max(apart, key=apart.get)
-        print(f"largest difference of the losses {worst:.1e}, of the parameters {apart[name]:.1e} ({name})")
+        with plain.averaged():
+            named = plain.model.named_parameters()
+            apart = {name: (ours[name] - param.detach()).abs().max().item() for name, param in named}
+        name, what = max(apart, key=apart.get), "parameters" if plain.average is None else "averages"
+        print(f"largest difference of the losses {worst:.1e}, of the {what} {apart[name]:.1e} ({name})")
     dist.barrier()
 
 
@@ -199,15 +272,18 @@ def main() -> None:
     compiled = moefx.compile(model, mesh, parallel=moefx.Parallel(args.ep, args.esp) if args.fold else moefx.Parallel())
     trainer = Trainer(compiled, args)
     first = resume(trainer, args)
-    batches = Batches(read_text(), rows=args.batch, length=args.seq, readers=compiled.data_mesh.size(), seed=args.seed)
+    text, windows = read_text(), {"rows": args.batch, "length": args.seq, "readers": compiled.data_mesh.size()}
+    trained = text[:-HELD_OUT] if args.evaluate_every else text
+    batches = Batches(trained, **windows, seed=args.seed)
+    held_out = Batches(text[-HELD_OUT:], **windows, seed=args.seed)
     reference = Trainer(plain, args) if plain is not model else trainer
     if reference is not trainer:
         resume(reference, args)
-    losses = train(trainer, first, batches, device)
+    losses = train(trainer, first, batches, held_out, device)
     if dist.get_rank() == 0 and losses:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     if args.check:
-        check(reference, compiled, first, losses, batches, device)
+        check(reference, trainer, first, losses, batches, device)
     compiled.close()
     dist.destroy_process_group()
 

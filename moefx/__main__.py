@@ -16,6 +16,7 @@ from rich.console import Console
 from moefx import rooms
 from moefx.compiler.cache.folder import Folder, chosen
 from moefx.costmodel import calibrate as measure
+from moefx.costmodel.machines import PRESETS
 from moefx.errors import MoefxError
 from moefx.options import NAMES, Options
 from moefx.options.declare import literal
@@ -29,6 +30,7 @@ from moefx.report.tried import MACHINE, try_model
 from moefx.report.what_if import plan as what_if
 
 _ALLTOALLS = [*NAMES["alltoall"][1]()]
+_MACHINES = f"A file that calibrate wrote, or a preset: {', '.join(sorted(PRESETS))}."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -86,7 +88,7 @@ def report(
 def plan(
     model: Annotated[str, typer.Argument(help="A config class of transformers, a config.json, or module:function.")],
     gpus: Annotated[int, typer.Option(help="Ranks in all.")],
-    machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")],
+    machine: Annotated[str, typer.Option(help=_MACHINES)],
     search: Annotated[bool, typer.Option("--search", help="The ten best of mesh, batch, accumulation and more "
                                                           "within --memory-limit. Takes minutes.")] = False,
     batch: Annotated[int | None, typer.Option(help="Sequences of one rank at once. Default: 1; searched.")] = None,
@@ -165,7 +167,7 @@ def try_(
                                               "configs of transformers, file.py:function or module:function.")],
     gpus: Annotated[int, typer.Option("--gpus", "--ranks", help="Ranks in all.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of a rank.")] = 4096,
-    machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")] = MACHINE,
+    machine: Annotated[str, typer.Option(help=_MACHINES)] = MACHINE,
     ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over. Default: planned.")] = None,
     mp: Annotated[int, typer.Option(help="Ranks that share what is not an expert.")] = 1,
 ) -> None:

@@ -277,11 +277,11 @@ class Builder:
     def look(self, leaves: list[Any], tree: Any, key: CallKey) -> tuple[Attempt, Decision]:
         """What a program for calls like this one is chosen by: one with whole regions, and the plan. No parameter gets
         its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
-        skip: frozenset[str] = frozenset()
+        skip, fixed = frozenset[str](), "" if self.options.debug.dynamic else "all"
         while True:
             try:
                 with LOCK, _rare_collections():
-                    return self._schedule(leaves, tree, key, sizes_of(leaves), "", skip, Chooser.look)
+                    return self._schedule(leaves, tree, key, sizes_of(leaves), fixed, skip, Chooser.look)
             except OptionalPassFailed as caught:
                 skip |= {caught.name}
 

@@ -107,7 +107,7 @@ def module_path(node: fx.Node) -> str:
 @functools.lru_cache(maxsize=100_000)
 def _dotted(path: str) -> str:
     path = re.sub(r"^L\['\w+'\]\.?", "", path)  # dynamo starts a path with the name of the `self` argument
-    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("_modules.", "")
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("_modules.", "").replace("__dict__.", "")
     return path.lstrip(".")
 
 

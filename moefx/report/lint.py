@@ -55,7 +55,7 @@ def _of_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[L
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")  # of what is captured, for whoever writes it
-        captured = trace(model, model, leaves, spec, device)
+        captured = trace(model, model, leaves, spec, device, fixed="all")
     if not isinstance(captured, Captured):
         raise MoefxError("the call has numbers that are no constants", where="lint")
     return of_graph(captured.gm, model)

@@ -32,7 +32,7 @@ def _plotly() -> str:
     found = importlib.util.find_spec("plotly")
     if found is None:
         raise MoefxError("a report is drawn by plotly, which is not installed", where="report",
-                         hint="pip install plotly, or pip install 'moefx[report]'")  # fmt: skip
+                         hint="pip install plotly")  # fmt: skip
     return (Path(found.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 

@@ -130,7 +130,8 @@ class Comparison:
                  if times is not None]  # fmt: skip
         if self.error is not None and not self.is_given:
             lines.append(f"no machine was named: the prediction is for the preset {self.machine}, and only the order "
-                         "of its tasks means something; name yours in Options(machine=..)")  # fmt: skip
+                         "of its tasks means something; measure yours with torchrun .. -m moefx calibrate, and name it "
+                         "in moefx.compile(.., machine=..)")  # fmt: skip
         elif causes := self.causes:
             missed = _signed(self.measured.seconds - self.predicted.seconds)
             parts = ", ".join(f"{part} {_signed(seconds)} ms" for part, seconds in causes.items())

@@ -37,7 +37,8 @@ MACHINE = "h100-8x400g"
 class Tried:
     """What came of a model. parameters: of the whole model. layers, looked_at: how many it has, and how many of them
     were captured. experts: of every MoE layer that was compiled, by its module. refusal: why it cannot be compiled.
-    plan: None where it cannot. lints: None where it could not be captured."""
+    plan: None where it cannot. lints: None where it could not be captured. flags: what `plan` must be given to begin
+    where this one did."""
 
     model: str
     ranks: int
@@ -50,6 +51,7 @@ class Tried:
     lints: tuple[Lint, ...] | None = None
     refusal: MoefxError | None = None
     notes: tuple[str, ...] = ()
+    flags: str = ""
 
     @property
     def is_recognised(self) -> bool:
@@ -92,14 +94,18 @@ def try_model(model: Any, ranks: int = 8, *, tokens: int = 4096, machine: str | 
             progress.step("looking for lints")
             found["lints"] = tuple(lint(few, *what.args, **what.kwargs))
             with nobody(ranks):
-                programs = compiled(what, sizes, asked(None, cluster, ep=ep, esp=esp), cluster)
+                options = asked(None, cluster, ep=ep, esp=esp, dynamic=False)  # one size is planned: half of the time
+                programs = compiled(what, sizes, options, cluster)
                 progress.step("choosing")
                 found |= {"plan": plan_of(programs, None, 1), "experts": _experts(programs)}
         except MoefxError as error:
             found["refusal"] = error
     number = sum(p.numel() for p in what.module.parameters())
+    flags = {"gpus": ranks, "machine": machine, "seq": tokens, "ep": ep, "mp": mp}
+    given = " ".join(f"--{name} {each}" for name, each in flags.items()
+                     if each not in (None, {"seq": 4096, "mp": 1}.get(name)))  # fmt: skip
     return Tried(what.title, ranks, number, layers.count if layers else 0, len(layers.kinds) if layers else 0,
-                 time.monotonic() - began, notes=(*what.notes, *notes), **found)  # fmt: skip
+                 time.monotonic() - began, notes=(*what.notes, *notes), flags=given, **found)  # fmt: skip
 
 
 def _with_balance_loss(what: Described) -> list[str]:
@@ -126,7 +132,9 @@ def _lines(tried: Tried) -> Iterator[str]:
         many = f" of {tried.layers} layers" if tried.layers else ""
         yield f"MoE layers: {tried.moe_layers}{many}, {count} experts in each"
     yield f"parameters: {_number(tried.parameters)} in all{_per_rank(tried)}"
-    yield from () if tried.plan is None else _plan(tried.plan)
+    if tried.plan is not None:
+        yield from _plan(tried.plan)
+        yield f"  Such flags, and --memory-limit, belong to plan: python -m moefx plan {tried.model} {tried.flags}"
     if tried.lints is None:
         yield "lints: not looked for, since the model cannot be captured"
     else:

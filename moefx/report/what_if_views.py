@@ -134,7 +134,7 @@ def sentences(plan: Plan) -> tuple[str, str, str]:
         f"{plan.model} on {plan.ranks} ranks of {plan.machine.name} takes {ms(plan.step_s)} for a step, which is "
         f"{rate(plan.tokens_per_s)} and {plan.share_of_peak:.1%} of the machine's peak.",
         f"A rank needs {gb(plan.memory['peak'])}{limit} at the peak, with AdamW.",
-        f"MoE layers run so: {'; '.join(ways)}." if ways else "No layer exchanges rows of experts.",
+        f"How MoE layers run: {'; '.join(ways)}." if ways else "No layer exchanges rows of experts.",
     )
 
 

@@ -106,6 +106,9 @@ def test_where_names_module_and_user_line() -> None:
     graph.output(y)
     assert (module_path(y), source_line(y)) == ("model.layers.0.mlp", "model.py:7")
     assert (module_path(x), source_line(x)) == ("", "")
+    x.meta["nn_module_stack"] = {"1": ("L['self'].__dict__['base'].__dict__['model'].layers[0]", object)}
+    assert module_path(x) == "base.model.layers.0", "peft's models are found in __dict__"
+    del x.meta["nn_module_stack"]
     assert "# model.layers.0.mlp  model.py:7\n" in text(graph, where=True)
     assert "#" not in text(graph)
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from torch import nn
 from typer.testing import CliRunner
 
 from moefx.__main__ import app
 from moefx.analysis.lints.never_moves import CHOICE
+from moefx.costmodel.machines import preset
 from moefx.errors import MeshError, MoefxError
 from moefx.report.described import described
-from moefx.report.tried import try_model
+from moefx.report.one_look import nobody, with_batch
+from moefx.report.programs import compiled
+from moefx.report.tried import MACHINE, try_model
+from moefx.report.what_if import asked
 from tests.analysis.lints.test_never_moves import D, Model, MoE
 from tests.support.families import tiny_config
 
@@ -40,6 +46,17 @@ def test_a_model_is_tried_by_one_layer_of_each_kind():
                  "lints: 1", "looked at 2 of 9 layers", "A step of"):
         assert said in words
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_program_for_one_size_is_for_that_size_alone(dynamic):
+    """Which takes half of the time, and is what `try` asks for."""
+    machine, what = preset(MACHINE), described((Model(MoE()), (torch.zeros(64, D),)), 1, 64)
+    with nobody(4):
+        options = asked(None, machine, ep=2, esp=1, dynamic=dynamic)
+        base = compiled(what, {"dp": 4}, options, machine, only_base=True).base
+    assert (with_batch(base.attempt, 32) is not None) == dynamic
+    assert not of(MoE()).plan.options.debug.dynamic
 
 
 def test_a_model_that_is_refused_says_why():
@@ -108,5 +125,9 @@ def test_the_command(tmp_path):
     assert run.exit_code == 0, run.output
     assert "the balance loss is turned on" in run.output
     assert "lints: none" in run.output
+    (after,) = re.findall(r"belong to plan: python -m moefx (plan .*?) *\n", re.sub(r"\s*\n {2}(?! )", " ", run.output))
+    assert after.split() == ["plan", str(path), "--gpus", "2", "--machine", MACHINE, "--seq", "64"]
+    names = {option for each in typer.main.get_command(app).commands["plan"].params for option in each.opts}
+    assert {*re.findall(r"--[\w-]+", run.output)} <= names
     path.write_text(json.dumps({**tiny_config("mixtral").to_dict(), "model_type": "llama"}))
     assert CliRunner().invoke(app, ["try", str(path), "--ranks", "2", "--tokens", "64"]).exit_code == 1
