@@ -1,0 +1,92 @@
+"""Runs of ops as functions of their own, one for all that are equal."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from moefx.ir import edit
+from moefx.ir.describe import Symbols
+from moefx.ir.op import expr, value
+from moefx.ir.text import text
+from moefx.link.lower import place_on_device
+from moefx.link.parts import Part
+
+_MADE_BY = "moefx.features.islands.runtime.compiled"
+
+
+class Parts:
+    """The islands of one graph. taken: names that none of them may have."""
+
+    def __init__(self, taken: Collection[str]) -> None:
+        self._taken = taken
+        self._numbers = itertools.count()
+        self._known: dict[tuple, Part] = {}
+
+    def of(self, given: Sequence[Node], ops: Sequence[Node], made: Sequence[Node],
+           sizes: Mapping[str, float]) -> Part | None:  # fmt: skip
+        """The function of these ops, with the values that it is given and makes; None where its inputs do not show all
+        sizes that their strides depend on. sizes: examples of symbols."""
+        graph = _graph(given, ops, made)
+        symbols = Symbols(graph)
+        types = [_type(value(node), symbols) for node in given]
+        shown = {size.node.expr for node in given for size in _sizes(value(node)) if isinstance(size, torch.SymInt)}
+        if not all(_strides(value(node)) <= shown for node in given) or any("," in size for each in types
+                                                                            for size in re.findall(r"\(.*?\)", each)):
+            return None  # nor is there a name for Mod(s0, 8)
+        examples = {new: max(2, round(sizes[old])) for old, new in symbols.names.items()}
+        device = value(made[0]).device.type
+        key = *types, device, *sorted(examples.items()), text(graph, meta=False)
+        if key not in self._known:
+            name = next(name for i in self._numbers if (name := f"island_{i}") not in self._taken)
+            self._known[key] = Part(name, graph, _MADE_BY, tuple(types), examples, device)
+        return self._known[key]
+
+
+def _sizes(found: object) -> tuple:
+    return tuple(found.shape) if isinstance(found, torch.Tensor) else (found,)
+
+
+def _strides(found: object) -> set[sympy.Symbol]:
+    """The symbols in strides that do not follow from sizes."""
+    if not isinstance(found, torch.Tensor) or _lies_row_by_row(found):
+        return set()
+    return set().union(*(expr(stride).free_symbols for stride in found.stride()))
+
+
+def _lies_row_by_row(tensor: torch.Tensor) -> bool:
+    wanted = sympy.S.One
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
+        if sympy.expand(expr(stride) - wanted) != 0:
+            return False
+        wanted *= expr(size)
+    return True
+
+
+def _type(found: object, symbols: Symbols) -> str:
+    """float32[s0, 16], with its strides where it does not lie row by row; of a number, its formula."""
+    if not isinstance(found, torch.Tensor):
+        return symbols.expr(found)
+    named = f"{str(found.dtype).removeprefix('torch.')}[{', '.join(map(symbols.expr, found.shape))}]"
+    return named if _lies_row_by_row(found) else f"{named} by [{', '.join(map(symbols.expr, found.stride()))}]"
+
+
+def _graph(given: Sequence[Node], ops: Sequence[Node], made: Sequence[Node]) -> Graph:
+    """The ops as a graph of its own. Names do not tell layers apart."""
+    graph, values = Graph(), {}
+    for node in given:
+        name = edit.base_name(node.meta.get("named", node.name))
+        values[node] = graph.placeholder(re.sub(r"^.*?\d+_(?=[a-z])", "", name))
+    for node in ops:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = graph.create_node(node.op, node.target, args, kwargs, name=edit.base_name(node.name))
+        place_on_device(values[node])
+    graph.output(tuple(values[node] for node in made))
+    for old, new in values.items():
+        new.meta = {key: each for key, each in old.meta.items() if key in ("val", "stack_trace")}
+    return graph
