@@ -26,6 +26,10 @@ class Part:
     sizes: Mapping[str, int]
     device: str
 
+    @property
+    def __name__(self) -> str:  # as a function has one, for those who print graphs
+        return self.name
+
     def __str__(self) -> str:
         return self.name
 

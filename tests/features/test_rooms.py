@@ -22,6 +22,7 @@ REFUSED = {
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
     "hecate": ("placement='hecate'", "no policy of placement 'hecate'"),
+    "islands": ("islands=True", "no option 'islands'"),
     "llep": ("placement='llep'", "no policy of placement 'llep'"),
     "offload": ("keep='mpipemoe-s1'", "keep is 'mpipemoe-s1'"),
     "rehoming": ("rehome_every=3", "no option 'rehome_every'"),

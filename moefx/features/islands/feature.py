@@ -5,7 +5,7 @@ from __future__ import annotations
 from moefx.context.pass_types import Pass
 from moefx.errors import UnsupportedUse
 from moefx.features.islands import join_islands, runtime
-from moefx.features.islands.follower import Islands
+from moefx.features.islands.follower import Accounts
 from moefx.ir.level import Level
 from moefx.options import Options
 from moefx.rooms import Feature, Insertion
@@ -17,6 +17,6 @@ def _check(options: Options) -> None:
         raise UnsupportedUse(f"islands is True, but {missing}", hint="islands=False")
 
 
-FEATURE = Feature("islands", check=_check, follow=Islands,
+FEATURE = Feature("islands", check=_check, follow=Accounts,
                   passes=(Insertion("schedule", Pass("join-islands", join_islands.run, Level.SCHEDULED,
                                                      Level.SCHEDULED)),))  # fmt: skip

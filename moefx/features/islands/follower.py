@@ -1,20 +1,21 @@
-"""`compiled.islands`: what was compiled for a model, and how long that took."""
+"""`model.islands`: what was compiled for its programs, and how long that took."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moefx.compiler.variant import Variant
 from moefx.features.islands.runtime import Island
 from moefx.model.api import CompiledModule
 
 
 @dataclass(frozen=True)
-class Compiling:
-    """Of one program. runs: how often its code calls islands; functions: how many there are; seconds: that compiling
-    those took that no other program had."""
+class Account:
+    """Of one program. functions: that it calls; compiled: those of them that no program before had; seconds: that
+    compiling these took so far."""
 
     program: str
     functions: int
@@ -29,22 +30,20 @@ class Compiling:
                 f"compiled for it in {self.seconds:.1f} s")  # fmt: skip
 
 
-class Islands:
+class Accounts:
     """Of one compiled model."""
 
     def __init__(self, compiled: CompiledModule) -> None:
         self._compiled = compiled
 
     @property
-    def changes(self) -> tuple[Compiling, ...]:
+    def changes(self) -> tuple[Account, ...]:
         found = []
         for variant in (variant for runner in self._compiled._runners for variant in runner.variants):
-            code = variant.program.code
-            functions = [each for function in (code.forward, code.backward) if function is not None
-                         for each in inspect.unwrap(function).__globals__.values() if isinstance(each, Island)]  # fmt: skip
-            new = [each for each in functions if each.is_new]
-            if functions:
-                found.append(Compiling(variant.key.mode, len(functions), len(new), sum(each.compiled.seconds for each in new)))
+            islands = list(_islands(variant))
+            new = [each.compiled for each in islands if each.is_new]
+            if islands:
+                found.append(Account(variant.key.mode, len(islands), len(new), sum(each.seconds for each in new)))
         return tuple(found)
 
     def set_arm(self, given: tuple) -> None:
@@ -52,3 +51,9 @@ class Islands:
 
     def begin_call(self, given: tuple, args: tuple, kwargs: Mapping[str, Any], *, grad: bool) -> None:
         """Nothing follows from a call."""
+
+
+def _islands(variant: Variant) -> Iterator[Island]:
+    """Those that its code has in front of the emitted functions."""
+    for function in filter(None, (variant.program.code.forward, variant.program.code.backward)):
+        yield from (each for each in inspect.unwrap(function).__globals__.values() if isinstance(each, Island))

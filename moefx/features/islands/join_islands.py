@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,7 @@ from moefx.ir import edit
 from moefx.ir.op import nbytes, value
 from moefx.ir.writes import is_view
 from moefx.link.parts import Part
+from moefx.planning.pricing import Prices
 
 _aten = torch.ops.aten
 _LEAST = 2  # ops that pass over memory: one alone has nothing to be fused with
@@ -77,7 +78,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if not ctx.options.islands.wanted:
         return result
     prices = ctx.decisions.time_of
-    sizes = typical_sizes([gm], ctx) if prices is None else prices.sizes
+    sizes = prices.sizes if isinstance(prices, Prices) else typical_sizes([gm], ctx)
     parts = Parts({node.name for node in gm.graph.nodes})
     for node in list(gm.graph.nodes):
         if node.target is operator.getitem and _joins(node):  # parts of a tuple belong to what makes it
@@ -185,7 +186,7 @@ def _replace(found: Run, part: Part) -> None:
     made, last = found.made, found.ops[-1]
     graph, shares = last.graph, Counter(map(memory_of, made))
     with graph.inserting_before(last.next):
-        island = edit.call(graph, part, *found.given, name=f"{made[0].name}_island")
+        island = edit.call(graph, part, *found.given, name=f"joined_{made[0].name}")
         new = [island] if len(made) == 1 else [edit.call(graph, operator.getitem, island, i) for i in range(len(made))]
     edit.inherit(island, last)
     island.meta |= {"val": tuple(map(value, made)), "begins": found.ops[0].name}

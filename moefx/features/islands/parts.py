@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from moefx.ir import edit
 from moefx.ir.describe import Symbols
 from moefx.ir.op import expr, value
-from moefx.ir.text import text
 from moefx.link.lower import place_on_device
 from moefx.link.parts import Part
 
@@ -41,7 +41,7 @@ class Parts:
             return None  # nor is there a name for Mod(s0, 8)
         examples = {new: max(2, round(sizes[old])) for old, new in symbols.names.items()}
         device = value(made[0]).device.type
-        key = *types, device, *sorted(examples.items()), text(graph, meta=False)
+        key = *types, device, *sorted(examples.items()), *_form(graph)
         if key not in self._known:
             name = next(name for i in self._numbers if (name := f"island_{i}") not in self._taken)
             self._known[key] = Part(name, graph, _MADE_BY, tuple(types), examples, device)
@@ -77,16 +77,29 @@ def _type(found: object, symbols: Symbols) -> str:
 
 
 def _graph(given: Sequence[Node], ops: Sequence[Node], made: Sequence[Node]) -> Graph:
-    """The ops as a graph of its own. Names do not tell layers apart."""
+    """The ops as a graph of its own."""
     graph, values = Graph(), {}
     for node in given:
-        name = edit.base_name(node.meta.get("named", node.name))
-        values[node] = graph.placeholder(re.sub(r"^.*?\d+_(?=[a-z])", "", name))
+        values[node] = graph.placeholder(_name(node))
     for node in ops:
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        values[node] = graph.create_node(node.op, node.target, args, kwargs, name=edit.base_name(node.name))
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = graph.create_node(node.op, node.target, args, kwargs, name=_name(node))
         place_on_device(values[node])
     graph.output(tuple(values[node] for node in made))
     for old, new in values.items():
         new.meta = {key: each for key, each in old.meta.items() if key in ("val", "stack_trace")}
     return graph
+
+
+def _form(graph: Graph) -> list[str]:
+    """What it does, without names."""
+    numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    return [f"{node.target if node.op == 'call_function' else node.op} {map_arg((node.args, node.kwargs), numbers.get)}"
+            for node in graph.nodes]  # fmt: skip
+
+
+def _name(node: Node) -> str:
+    """One that does not tell layers apart: model_layers_3_norm_weight, grad_r3_combine -> norm_weight, grad_combine."""
+    name = re.sub(r"^.*_\d+_(?=[a-z])", "", edit.base_name(node.meta.get("named", node.name)))
+    words = [word for word in name.split("_") if not re.search(r"\d", word)]
+    return "_".join(filter(None, words)) or name
