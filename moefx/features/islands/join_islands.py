@@ -93,7 +93,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         reason = _cannot(found, alive, sizes)
         part = parts.of(found.given, found.ops, found.made, sizes) if reason is None else None
         if part is None:
-            result.skip(found.ops[0], reason or "its inputs do not show a size that their strides depend on")
+            result.skip(found.ops[0], reason or "its inputs do not show all sizes that it needs")
             continue
         result.changed(f"{len(found.ops)} ops from {found.ops[0].name} on are {part}")
         _replace(found, part)
@@ -151,11 +151,13 @@ def _stays(node: Node) -> bool:
 
 
 def _on_one_device(node: Node) -> bool:
-    """Of tensors alone, where all of them lie."""
-    made = value(node)
-    made = list(made) if isinstance(made, (tuple, list)) else [made]
-    given = [found for each in node.all_input_nodes if isinstance(found := value(each), Tensor)]
-    return all(isinstance(each, Tensor) for each in made) and len({each.device.type for each in (*made, *given)}) == 1
+    """Of tensors, all of one device, and whole numbers."""
+    made, given = value(node), [value(each) for each in node.all_input_nodes]
+    tensors = list(made) if isinstance(made, (tuple, list)) else [made]
+    tensors += [each for each in given if isinstance(each, Tensor)]
+    numbers = [each for each in given if not isinstance(each, (Tensor, tuple, list))]
+    return (all(isinstance(each, Tensor) for each in tensors) and len({each.device.type for each in tensors}) == 1
+            and all(isinstance(each, (int, torch.SymInt)) for each in numbers))  # fmt: skip
 
 
 def _cannot(found: Run, alive: Mapping[Node, float], sizes: Mapping[str, float]) -> str | None:

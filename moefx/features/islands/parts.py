@@ -17,6 +17,7 @@ from moefx.ir.op import expr, value
 from moefx.link.lower import place_on_device
 from moefx.link.parts import Part
 
+_CALL = re.compile(r"[A-Za-z]\w*\(")  # in a formula, as Mod(s0, 8)
 _MADE_BY = "moefx.features.islands.runtime.compiled"
 
 
@@ -31,14 +32,13 @@ class Parts:
     def of(self, given: Sequence[Node], ops: Sequence[Node], made: Sequence[Node],
            sizes: Mapping[str, float]) -> Part | None:  # fmt: skip
         """The function of these ops, with the values that it is given and makes; None where its inputs do not show all
-        sizes that their strides depend on. sizes: examples of symbols."""
+        sizes that their strides depend on, or one is no plain formula. sizes: examples of symbols."""
         graph = _graph(given, ops, made)
         symbols = Symbols(graph)
         types = [_type(value(node), symbols) for node in given]
         shown = {size.node.expr for node in given for size in _sizes(value(node)) if isinstance(size, torch.SymInt)}
-        if not all(_strides(value(node)) <= shown for node in given) or any("," in size for each in types
-                                                                            for size in re.findall(r"\(.*?\)", each)):
-            return None  # nor is there a name for Mod(s0, 8)
+        if not all(_strides(value(node)) <= shown for node in given) or any(_CALL.search(each) for each in types):
+            return None
         examples = {new: max(2, round(sizes[old])) for old, new in symbols.names.items()}
         device = value(made[0]).device.type
         key = *types, device, *sorted(examples.items()), *_form(graph)
