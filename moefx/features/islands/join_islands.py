@@ -53,6 +53,10 @@ _OTHERS = frozenset((
 ))  # fmt: skip
 
 
+_RESTLESS = frozenset((torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output,
+                       torch.Tag.dynamic_output_shape))  # fmt: skip
+
+
 @dataclass
 class Run:
     """ops: that join, in order. passed: what stands between them, and stays before them."""
@@ -132,9 +136,7 @@ def _joins(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _joins(node.args[0])
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
-        return False
-    if torch.Tag.nondeterministic_seeded in target.tags or not _on_one_device(node):
+    if not isinstance(target, OpOverload) or not _follows_from_arguments(target) or not _on_one_device(node):
         return False
     return torch.Tag.pointwise in target.tags or is_view(target) or target.overloadpacket in _OTHERS
 
@@ -145,9 +147,13 @@ def _stays(node: Node) -> bool:
     if node.op != "call_function" or "takes" in node.meta:
         return False
     if isinstance(node.target, OpOverload):
-        is_drawn = torch.Tag.nondeterministic_seeded in node.target.tags
-        return node.target.namespace == "aten" and not node.target._schema.is_mutable and not is_drawn
+        return _follows_from_arguments(node.target)
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target
+
+
+def _follows_from_arguments(target: OpOverload) -> bool:
+    """Whether an op of torch's writes nothing, draws nothing, and has the host read nothing."""
+    return target.namespace == "aten" and not target._schema.is_mutable and _RESTLESS.isdisjoint(target.tags)
 
 
 def _on_one_device(node: Node) -> bool:

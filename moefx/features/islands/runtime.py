@@ -69,8 +69,9 @@ class Compiled:
         progress.step(f"compile {name}")
         inputs = _Inputs(self._types, self._device)
         try:
-            fakes, mode, symbols = inputs.fakes(sizes)
-            run = compiler(self._listed, mode, fakes)
+            with compat.no_autocast(), torch.inference_mode(False):
+                fakes, mode, symbols = inputs.fakes(sizes)
+                run = compiler(self._listed, mode, fakes)
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise MoefxError(f"Inductor cannot compile {name}: {reason}",

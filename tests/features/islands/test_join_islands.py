@@ -129,6 +129,17 @@ def test_a_run_ends_where_an_op_does_not_join(op):
     assert "island" not in code
 
 
+def test_a_read_of_the_host_keeps_its_place():
+    code, _ = code_of("""
+        def graph(x: "f32[s0, 4]", w: "f32[4, 4]"):
+            up = ops.aten.mul.Tensor(x, 2.0)
+            number = ops.aten._local_scalar_dense.default(w)
+            act = ops.aten.silu.default(up)
+            return (act,)
+    """)
+    assert "island" not in code
+
+
 def test_without_the_option_or_with_one_op_nothing_changes():
     plain, _ = code_of(NORM, islands=False)
     assert "island" not in plain
