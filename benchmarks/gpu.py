@@ -11,7 +11,7 @@ Checks are beside float64: the largest difference over the largest number. Times
 counts the least bytes that a function must move, so what it moves beyond them counts against it. Steps are forward and
 backward of two decoder layers with the sizes of Qwen3-30B-A3B in bf16, 4 x 2048 tokens, head and loss included, no
 optimizer. "grouped_mm" and "eager" are transformers' ways to run experts; "moefx" has the kernels that it chooses,
-"aten" and "triton" are what MOEFX_KERNELS says. Products and layers are of 32,768 tokens.
+"aten" and "triton" are what MOEFX_KERNELS says, "islands" has islands=True. Products and layers are of 32,768 tokens.
 """
 
 from __future__ import annotations

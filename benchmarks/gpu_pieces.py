@@ -41,7 +41,8 @@ TRIED = (
 ) if ON_GPU else (matmul.INTERPRETED,)  # fmt: skip
 CONTESTANTS = {  # {name: how transformers runs experts, MOEFX_KERNELS if moefx does}
     "grouped_mm": ("grouped_mm", None), "moefx": ("grouped_mm", "auto" if ON_GPU else "triton"),
-    "moefx aten": ("grouped_mm", "aten"), "moefx triton": ("grouped_mm", "triton"),
+    "moefx islands": ("grouped_mm", "auto"), "moefx aten": ("grouped_mm", "aten"),
+    "moefx triton": ("grouped_mm", "triton"),
     "compiled grouped_mm": ("grouped_mm", None), "eager": ("eager", None),
 }  # fmt: skip
 
@@ -348,9 +349,9 @@ class _One:
     def __exit__(self, *_: object) -> None:
         dist.destroy_process_group()
 
-    def compile(self, plain: nn.Module, mode: str, **example: Tensor) -> closing:
-        os.environ["MOEFX_KERNELS"] = mode
-        compiled = moefx.compile(plain, self.mesh)
+    def compile(self, plain: nn.Module, name: str, **example: Tensor) -> closing:
+        os.environ["MOEFX_KERNELS"] = CONTESTANTS[name][1]
+        compiled = moefx.compile(plain, self.mesh, islands="islands" in name)
         compiled(**example).loss.backward()
         compiled.zero_grad(set_to_none=True)
         return closing(compiled)
@@ -365,7 +366,7 @@ def right_model(name: str) -> dict[str, float]:
     meant = numbers(exact, tokens)
     found = {"eager": worst(numbers(model("eager", dtype, small=True), tokens), meant)}
     plain = model("grouped_mm", dtype, small=True)
-    with _One() as one, one.compile(plain, CONTESTANTS[name][1], input_ids=tokens, labels=tokens) as compiled:
+    with _One() as one, one.compile(plain, name, input_ids=tokens, labels=tokens) as compiled:
         return found | {name: worst(numbers(compiled, tokens), meant)}
 
 
@@ -393,7 +394,7 @@ def step(name: str) -> dict[str, float]:
     plain, begin = model(implementation, HALF if ON_GPU else torch.float32), time.perf_counter()
     if mode is None:
         return _steps(torch.compile(plain) if name.startswith("compiled") else plain, tokens, begin)
-    with _One() as one, one.compile(plain, mode, input_ids=tokens, labels=tokens) as compiled:
+    with _One() as one, one.compile(plain, name, input_ids=tokens, labels=tokens) as compiled:
         return _steps(compiled, tokens, begin)
 
 
@@ -422,8 +423,9 @@ def _steps(contestant: nn.Module, tokens: Tensor, begin: float) -> dict[str, flo
 
 PIECES: dict[str, Callable[[], dict]] = {
     "facts": facts, "copy": copy, "right kernels": right_kernels, "timed kernels": timed_kernels,
-    **{f"step {name}": partial(step, name) for name in ("grouped_mm", "moefx", "compiled grouped_mm")},
-    "right moefx": partial(right_model, "moefx"), "layers": layers, "products": products,
-    **{f"step {name}": partial(step, name) for name in ("moefx triton", "moefx aten", "eager")}, "overlap": overlap,
+    **{f"step {name}": partial(step, name) for name in ("grouped_mm", "moefx", "moefx islands", "compiled grouped_mm")},
+    **{f"right {name}": partial(right_model, name) for name in ("moefx", "moefx islands")}, "layers": layers,
+    "products": products, **{f"step {name}": partial(step, name) for name in ("moefx triton", "moefx aten", "eager")},
+    "overlap": overlap,
     **{f"right {name}": partial(right_model, name) for name in ("moefx triton", "moefx aten")},
 }  # fmt: skip

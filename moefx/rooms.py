@@ -59,8 +59,9 @@ class Follower(Protocol):
 @dataclass(frozen=True)
 class Insertion:
     """A pass of a room. after: the pass of the core that it follows, "differentiate" too, or a part of one
-    ("keep-rows-cut"). entry: a `context.pass_types.Pass`; behind "partition", the last part of differentiate, its `run`
-    takes the `StepGraphs`."""
+    ("keep-rows-cut"); "schedule": it gets the copies that become code, which may hold a `link.parts.Part` behind it.
+    entry: a `context.pass_types.Pass`; behind "partition", the last part of differentiate, its `run` takes the
+    `StepGraphs`."""
 
     after: str
     entry: Any

@@ -47,6 +47,7 @@ from moefx._torch_compat.dtensors import (
     strided_shard,
 )
 from moefx._torch_compat.graphs import put_back
+from moefx._torch_compat.inductor import by_inductor, conditions_of, inductor_missing, is_watched
 from moefx._torch_compat.kept import global_scope, module_of_alias, settings, size_functions, traced_code
 from moefx._torch_compat.numbers import free_numbers, sources_of_numbers, symbol_of
 from moefx._torch_compat.operators import mend_operators
@@ -89,9 +90,11 @@ __all__ = [  # what is passed on to the importers of this module
     "all_gather_several",
     "allow_lists",
     "become",
+    "by_inductor",
     "can_reuse_regions",
     "capture_graph",
     "conditions",
+    "conditions_of",
     "default_store",
     "descriptors",
     "dtensor_spec",
@@ -105,12 +108,14 @@ __all__ = [  # what is passed on to the importers of this module
     "free_numbers",
     "global_scope",
     "global_written",
+    "inductor_missing",
     "is_checkpoint",
     "is_collective",
     "is_data_dependent",
     "is_group_open",
     "is_of_functorch",
     "is_region",
+    "is_watched",
     "join_dims",
     "keep_origins",
     "learned_sizes",

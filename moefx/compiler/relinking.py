@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import GraphModule
 
+from moefx import rooms
 from moefx.compiler.checks import chosen_level
 from moefx.context.pass_types import PassContext
 from moefx.ir import edit
@@ -15,12 +16,21 @@ from moefx.link.lower import Linker
 from moefx.passes import absent_tangents, reuse
 
 
+def link(gm: GraphModule, ctx: PassContext, names: Sequence[str], path: str, device: str) -> Linker:
+    """Let rooms have their turn at a scheduled graph that nobody looks at any more, and link it. path: of the block
+    that it runs. device: its type."""
+    for each in rooms.behind("schedule"):
+        each.run(gm, ctx)
+    linker = Linker(gm, names, device, ctx.decisions.regions.values(), path)
+    linker.run()
+    return linker
+
+
 def relink(scheduled: Mapping[str, GraphModule], ctx: PassContext, names: Sequence[str], num_saved: int, path: str,
            device: str, loops: bool, graph: str, absent: tuple[int, ...],
            profiled: bool) -> tuple[Callable, str, list[int]]:  # fmt: skip
     """One graph again: a backward for calls that leave outputs undifferentiated, or with the profiler's marks. Also its
-    source, and which absent tangents it does not read. path: of the block that it runs. device: its type.
-    loops: see `emit`."""
+    source, and which absent tangents it does not read. path, device: see `link`. loops: see `emit`."""
     gm = edit.copy_of(scheduled[graph])
     marks = marks_of(gm, ctx) if profiled else {}
     unread: list[int] = []
@@ -29,9 +39,9 @@ def relink(scheduled: Mapping[str, GraphModule], ctx: PassContext, names: Sequen
         gone = absent_tangents.run(gm, [tangents[i] for i in absent])
         unread = [i for i in absent if tangents[i] in gone]
         reuse.run(gm, ctx)
-    linker = Linker(gm, names, device, ctx.decisions.regions.values(), path)
-    linker.run()
+    linker = link(gm, ctx, names, path, device)
     marks |= {new: marks[old] for new, old in linker.renamed.items() if old in marks}
+    marks |= {node.name: marks[node.meta["begins"]] for node in gm.graph.nodes if node.meta.get("begins") in marks}
     code = emit(gm, graph, marks if profiled else None, loops=loops, verify=chosen_level(ctx.options))
     return load(code, graph), code, unread
 

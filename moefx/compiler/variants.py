@@ -31,7 +31,7 @@ from moefx.compiler.checks import chosen_level
 from moefx.compiler.choosing import Attempt, Chooser
 from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
 from moefx.compiler.records import Record
-from moefx.compiler.relinking import relink, warnings_of
+from moefx.compiler.relinking import link, relink, warnings_of
 from moefx.compiler.variant import LOCK, Call, Making, Variant
 from moefx.context.decisions import Decisions
 from moefx.context.left_out import LeftOut
@@ -42,7 +42,6 @@ from moefx.ir import edit, randomness
 from moefx.ir.describe import Symbols
 from moefx.link import rehearsal
 from moefx.link.emit import digest, emit, load
-from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Arm, Options, by_kinds
 from moefx.planning.limits import check_memory
@@ -369,7 +368,7 @@ class Builder:
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         progress.step("write the code")
         for name, gm in graphs.graphs.items():
-            Linker(gm, names, device, ctx.decisions.regions.values(), self.path).run()
+            link(gm, ctx, names, self.path, device)
             source[name] = emit(gm, name, None, symbols, loops=loops, verify=chosen_level(ctx.options))
         backward = source.get("backward")
         code = Code(

@@ -23,6 +23,7 @@ LISTED = (
     "fastermoe",
     "fsdp",
     "hecate",
+    "islands",
     "llep",
     "offload",
     "papers",

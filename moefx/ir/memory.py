@@ -76,6 +76,8 @@ def is_owned(operand: Node, user: Node) -> bool:
     while True:
         if set(operand.users) != {user} or operand.op == "placeholder":
             return False
+        if operand.meta.get("is_alone"):  # made by a function of several ops, which has let go of it
+            return True
         op = lookup(operand)
         name = getattr(getattr(operand.target, "overloadpacket", None), "__name__", "")
         if name not in _VIEWS and (op is None or not op.is_view(operand)):

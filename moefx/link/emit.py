@@ -30,8 +30,9 @@ from moefx.ir.op import value
 from moefx.ir.text import _Printer
 from moefx.link.instrument import Marker, Marks
 from moefx.link.lower import free_points
+from moefx.link.parts import Part, parts_of
 from moefx.link.rolled import roll
-from moefx.link.statements import Function, Statement, flat, marked
+from moefx.link.statements import Function, Statement, commented, flat, marked, renamed
 from moefx.link.unrolled import BRACES, check_unrolled
 
 log = logging.getLogger("moefx.link")
@@ -67,6 +68,11 @@ class _Code(_Printer):
             return path.removeprefix("ops.")
         return super().spell(path)
 
+    def call(self, node: Node) -> str:
+        if isinstance(node.target, Part):
+            return f"{node.target.name}({self.arguments(node.args, node.kwargs)})"
+        return super().call(node)
+
     def name(self, node: Node) -> str:
         return marked(node.name) if node.name not in ("session", "step") else node.name
 
@@ -95,7 +101,9 @@ def emit(gm: GraphModule, name: str, marks: Marks | None = None, symbols: Symbol
     code = _Code(gm.graph)
     code.symbols = symbols or code.symbols
     function = _function(gm, name, code, marks)
-    text = roll(function, code.hidden()) if loops else None
+    parts = "".join(f"{_part(each, code)}\n\n\n" for each in parts_of(gm))
+    hidden = code.hidden() | {each.name for each in parts_of(gm)}
+    text = roll(function, hidden) if loops else None
     if text is not None and verify:
         try:
             check_unrolled(text, function)
@@ -105,8 +113,23 @@ def emit(gm: GraphModule, name: str, marks: Marks | None = None, symbols: Symbol
             log.warning("%s is printed layer by layer: %s", name, error)
             text = None
     if text is None:
-        return f"{code.header()}\n\n\n{flat(function)}"
-    return f"{code.header(text)}\n\n\n{text}"
+        return f"{code.header()}\n\n\n{parts}{flat(function)}"
+    return f"{code.header(text)}\n\n\n{parts}{text}"
+
+
+def _part(part: Part, caller: _Code) -> str:
+    """The text of a function that another one calls, whose header is that of both."""
+    code = _Code(part.graph)
+    code.paths, code.modules, code.runtime, code.rooms = caller.paths, caller.modules, caller.runtime, caller.rooms
+    *nodes, output = part.graph.nodes
+    inputs = [node.name for node in nodes if node.op == "placeholder"]
+    lines = [f"@{code.spell(part.made_by)}({', '.join(map(repr, part.types))}, device={part.device!r}, "
+             f"sizes={dict(part.sizes)!r})", f"def {part.name}({', '.join(inputs)}):"]  # fmt: skip
+    lines += [commented(renamed(f"    {code.statement(node)}", {}), source_line(node))
+              for node in nodes if node.op != "placeholder"]  # fmt: skip
+    lines.append(f"    return {', '.join(renamed(code.literal(each), {}) for each in output.args[0])}")
+    caller.aten |= code.aten
+    return "\n".join(lines)
 
 
 def _function(gm: GraphModule, name: str, code: _Code, marks: Marks | None) -> Function:

@@ -49,7 +49,7 @@ class Linker:
                 continue
             self._lower(node)
         verify(self.gm, Level.LINKED, Facts(MeshSpec({})))
-        names = {node: self.lowered.get(node, node.name) for node in self.gm.graph.nodes}
+        names = {node: self.lowered.get(node) or node.meta.get("named", node.name) for node in self.gm.graph.nodes}
         self.renamed = edit.rename(self.gm, names)
         return self.gm
 
@@ -60,7 +60,7 @@ class Linker:
         elif op is not None:
             new = self._call(node, op, call)
         else:
-            self._place_on_device(node)
+            place_on_device(node)
             if "takes" in node.meta:
                 _take(node)
             return
@@ -110,15 +110,16 @@ class Linker:
             return self.learners.get(regions.region_of(node))
         return {"session": self.session, "step_state": self.step}[word]
 
-    def _place_on_device(self, node: Node) -> None:
-        """`cuda:3` in the graph of rank 3 becomes `cuda`: every rank works on its own current device."""
 
-        def plain(value):
-            is_device = isinstance(value, torch.device) and value.index is not None
-            return torch.device(value.type) if is_device else value
+def place_on_device(node: Node) -> None:
+    """`cuda:3` in the graph of rank 3 becomes `cuda`: every rank works on its own current device."""
 
-        node.args = torch.utils._pytree.tree_map(plain, node.args)
-        node.kwargs = torch.utils._pytree.tree_map(plain, node.kwargs)
+    def plain(value):
+        is_device = isinstance(value, torch.device) and value.index is not None
+        return torch.device(value.type) if is_device else value
+
+    node.args = torch.utils._pytree.tree_map(plain, node.args)
+    node.kwargs = torch.utils._pytree.tree_map(plain, node.kwargs)
 
 
 def _take(node: Node) -> None:

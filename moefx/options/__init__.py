@@ -156,8 +156,7 @@ class Options(Group):
         return formula if (self.keep if formula in rooms.formulas() else self.parallel.split) is None else None
 
     def told(self) -> dict[str, str]:
-        """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
-        machine elsewhere."""
+        """What has to be the same on all ranks; one may verify for itself, and find the machine elsewhere."""
         return {name: repr(self.value_of(name)) for name, (owner, own) in NAMED.items()
                 if (type(self) if owner is None else type(getattr(self, owner))).__dataclass_fields__[own]
                 .metadata["told"]}  # fmt: skip

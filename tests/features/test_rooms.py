@@ -24,6 +24,7 @@ REFUSED = {
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
     "hecate": ("placement='hecate'", "no policy of placement 'hecate'"),
+    "islands": ("islands=True", "no option 'islands'"),
     "llep": ("placement='llep'", "no policy of placement 'llep'"),
     "offload": ("keep='mpipemoe-s1'", "keep is 'mpipemoe-s1'"),
     "rehoming": ("rehome_every=3", "no option 'rehome_every'"),
@@ -82,7 +83,7 @@ def test_every_listed_room_is_in_this_table_and_has_a_page_and_tests():
 
 
 def test_passes_of_rooms_stand_behind_passes_that_there_are():
-    known = {entry.name for entry in (*WHOLE, *PLACING, *JOINT, *STEP)} | {"differentiate", "partition"}
+    known = {entry.name for entry in (*WHOLE, *PLACING, *JOINT, *STEP)} | {"differentiate", "partition", "schedule"}
     assert not [each.after for feature in rooms.FEATURES.values() for each in feature.passes if each.after not in known]
 
 
