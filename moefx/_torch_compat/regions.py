@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
@@ -179,18 +180,20 @@ class Renamed:
 
 def fake_strided(mode: Any, like: Tensor, sizes: tuple, strides: tuple, offset: Any) -> Tensor:
     """A fake of these sizes, and else like another one, without an op on fakes, which takes ten times as long."""
-    meta = torch.empty(0, dtype=like.dtype, device="meta")
-    return FakeTensor(mode, meta.set_(meta.untyped_storage(), offset, sizes, strides), like.device)
+    with _disable_current_modes():  # a graph that is traced is told nothing of this
+        meta = torch.empty(0, dtype=like.dtype, device="meta")
+        return FakeTensor(mode, meta.set_(meta.untyped_storage(), offset, sizes, strides), like.device)
 
 
 def fake_as(mode: Any, like: Tensor, memory: Tensor | None = None) -> Tensor:
     """A fake like another one, over the memory of a third, or its own. Nothing is computed of its sizes, which takes
     twenty times as long where they are symbols; so its own memory does not know how large it is."""
-    with in_kernel_invocation_manager(like.fake_mode):
-        meta = like.data  # knows nothing of autograd's views
-    memory = torch.empty(0, dtype=like.dtype, device="meta") if memory is None else memory
-    torch._functionalize_unsafe_set(meta, memory)
-    return FakeTensor(mode, meta, like.device)
+    with _disable_current_modes():
+        with in_kernel_invocation_manager(like.fake_mode):
+            meta = like.data  # knows nothing of autograd's views
+        memory = torch.empty(0, dtype=like.dtype, device="meta") if memory is None else memory
+        torch._functionalize_unsafe_set(meta, memory)
+        return FakeTensor(mode, meta, like.device)
 
 
 def same_sizes(mode: Any, symbols: list[Any]) -> dict[Any, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moefx._torch_compat import FakeTensorMode, ShapeEnv
 from moefx.ir import infer
-from moefx.ir.copies import Fakes
+from moefx.ir.copies import Fakes, Sizes
 from moefx.ir.forms import Writer
 from moefx.ir.op import value
 from moefx.ir.writes import storage
@@ -138,3 +139,22 @@ def test_copies_of_the_parts_of_a_split_may_be_written_to():
     memory = [each.untyped_storage()._cdata for each in (*parts, *copies)]
     assert memory[0] == memory[1] != memory[2] == memory[3]
     assert parts[0]._version == 0
+
+
+def test_copies_are_no_ops_of_a_graph_that_is_traced():
+    """Layers are copied while the graph around them is traced."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        size, other = (mode.shape_env.create_unbacked_symint() for _ in range(2))
+    with mode:
+        rows = torch.empty(size, 6)
+    found = []
+
+    def traced(x):
+        found.extend(kind.of(rows) for kind in (Sizes(mode, symbols), Fakes(mode, symbols, [])))
+        return x + 1
+
+    symbols = {size.node.expr: other.node.expr}
+    graph = make_fx(traced)(torch.ones(2)).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
+    assert [str(each.shape[0]) for each in found] == [str(other)] * 2
