@@ -13,6 +13,7 @@ from moefx import progress
 from moefx.errors import UnsupportedUse
 from moefx.model import state_dicts
 from moefx.model.stand_in import StandIn
+from moefx.weights import adapters
 from moefx.weights import transformers_names as transformers_weights
 from moefx.weights import values as weights
 
@@ -70,10 +71,24 @@ class Valued(StandIn):
         weights.write(self._whole.builder.home, folder, self._ranks(), max_file_bytes, replace)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
-        """`save_safetensors` under the name that transformers knows. All ranks call this. It replaces model files in
-        the folder. Raises UnsupportedUse for other models and for other arguments of transformers."""
-        transformers_weights.check_saving(self._inner, [name for name, value in others.items() if value])
-        self._save(Path(save_directory), replace=True)
+        """`save_safetensors` under the name that transformers knows. It replaces model files in the folder. Of a model
+        that PEFT has adapted: its adapters, as PEFT writes them, with arguments of PEFT's `save_pretrained`.
+
+        All ranks call this; the first one writes. Raises UnsupportedUse for other models and other arguments."""
+        given = {name: value for name, value in others.items() if value is not None}
+        if not adapters.has_adapters(self._inner):
+            transformers_weights.check_saving(self._inner, [name for name, value in given.items() if value])
+            self._save(Path(save_directory), replace=True)
+            return
+        if "state_dict" in given:
+            raise UnsupportedUse("save_pretrained(state_dict=..) of a compiled model", hint="leave state_dict out")
+        self._save_adapters(Path(save_directory), given)
+
+    @progress.task("writing adapters")
+    def _save_adapters(self, folder: Path, given: Mapping[str, Any]) -> None:
+        self._check_values()
+        self._replicas.check(self._homes)
+        adapters.write(self._whole.builder.home, folder, self._ranks(), given)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Parameters and buffers by your names. Parameters are DTensors; `p.full_tensor()`, on all ranks, is plain."""

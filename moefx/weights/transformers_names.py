@@ -152,9 +152,8 @@ def check_saving(model: nn.Module, given: Sequence[str]) -> None:
     if given or not is_of_transformers(model):
         raise UnsupportedUse(
             f"save_pretrained of a compiled {type(model).__name__}{' with ' * bool(given)}{', '.join(given)}",
-            hint="compiled.save_safetensors(folder) writes what from_pretrained reads; for adapters gather "
-            "{name: p.full_tensor()} on all ranks, for save_pretrained(state_dict=..) of the plain model, and give "
-            "Trainer save_strategy='no'",
+            hint="compiled.save_safetensors(folder) writes what from_pretrained reads; "
+            "give Trainer save_strategy='no'",
         )
 
 

@@ -312,7 +312,7 @@ def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int, replace: 
             progress.step(group[0][0], number, len(groups))
             values = {}
             for name, tensor in group:
-                whole = _gathered(home.session, ranks, name, tensor)
+                whole = gathered(home.session, ranks, name, tensor)
                 if ranks.index == 0:
                     values[name] = whole
             ranks.first("writing weights", lambda values=values: take(values))
@@ -323,7 +323,8 @@ def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int, replace: 
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _gathered(session: Session, ranks: Ranks, name: str, tensor: Tensor) -> Tensor:
+def gathered(session: Session, ranks: Ranks, name: str, tensor: Tensor) -> Tensor:
+    """The whole of it, on every rank."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     doing = f"gathering {name}"

@@ -62,6 +62,7 @@ _AROUND_LORA = """
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -86,6 +87,16 @@ def train_step():
 compiled(input_ids=tokens, labels=tokens)  # the first call puts parameters in their places
 {check}
 {save}
+saved = load_file("adapter/adapter_model.safetensors")
+adapters = {{name.replace(".default", ""): p for name, p in compiled.named_parameters() if p.requires_grad}}
+assert saved.keys() == adapters.keys()
+for again in (False, True):
+    if again:  # as Trainer does when it resumes
+        with torch.no_grad():
+            [p.zero_() for p in adapters.values()]
+        compiled.load_adapter("adapter", "default", is_trainable=True)
+    for name, p in adapters.items():
+        assert saved[name].any() and torch.equal(p.detach().full_tensor(), saved[name]), name
 compiled.close()
 dist.destroy_process_group()
 """

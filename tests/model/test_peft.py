@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import moefx
+from moefx.errors import UnsupportedUse
 from tests.support.families import tiny_config
 from tests.support.models import Case
 from tests.support.parity import TOLERANCE, full
@@ -69,3 +72,46 @@ def test_every_rank_has_its_own_experts_of_what_is_adapted():
     assert "lora_A" not in kept
     assert not re.search(r"(gate_up|down)_proj", kept)
     assert "all_to_all" in found.code["forward"]
+
+
+@pytest.mark.parametrize("adapters", [1, 2], ids=["one", "two"])
+def test_adapters_are_saved_as_peft_saves_them(adapters: int, tmp_path: Path):
+    plain = adapted("mixtral", EXPERTS, adapters)
+    plain.save_pretrained(tmp_path / "plain")
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(adapted("mixtral", EXPERTS, adapters), mesh, dynamic=False)) as compiled:
+            compiled(input_ids=torch.arange(16).view(2, 8))
+            compiled.save_pretrained(tmp_path / "compiled")
+            with pytest.raises(UnsupportedUse, match="state_dict out"):
+                compiled.save_pretrained(tmp_path / "other", state_dict=plain.state_dict())
+    files = {each.relative_to(tmp_path / "plain") for each in (tmp_path / "plain").rglob("*") if each.is_file()}
+    assert files == {each.relative_to(tmp_path / "compiled") for each in (tmp_path / "compiled").rglob("*")
+                     if each.is_file()}  # fmt: skip
+    weights = [each for each in files if each.suffix == ".safetensors"]
+    assert len(weights) == adapters
+    for each in weights:
+        mine, theirs = (load_file(tmp_path / of / each) for of in ("compiled", "plain"))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_module_that_is_trained_whole_is_saved_beside_the_adapters(tmp_path: Path):
+    def model() -> nn.Module:
+        config = tiny_config("mixtral")
+        config.num_hidden_layers = 1
+        lora = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+        torch.manual_seed(0)
+        return get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+
+    plain = model()
+    plain.save_pretrained(tmp_path / "plain")
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(model(), mesh, dynamic=False)) as compiled:
+            compiled(input_ids=torch.arange(16).view(2, 8))
+            compiled.save_pretrained(tmp_path / "compiled")
+    mine, theirs = (load_file(tmp_path / of / "adapter_model.safetensors") for of in ("compiled", "plain"))
+    assert any("lm_head" in name for name in theirs)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
