@@ -114,7 +114,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page into this file: time, memory, crossovers.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the plan as data into this file.")] = None,
 ) -> None:  # fmt: skip
-    """What training a model takes on a cluster that need not be there: time, memory, choices, and why."""
+    """What training a model takes on a cluster that you may not have: time, memory, choices, and why."""
     if search and (dp is not None or whole or html is not None):
         raise MoefxError("--search finds dp, extrapolates, and draws nothing", where="plan",
                          hint="leave out --dp, --whole and --html; plan the best one for a picture")  # fmt: skip

@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from moefx import progress
-from moefx.errors import CheckpointError
+from moefx.errors import CheckpointError, warn
 from moefx.model.api import CompiledModule
 from moefx.model.optimizer_state import check_known, drop_unsaved, to_load_into
 from moefx.runtime import optimizer_guard
@@ -305,7 +305,7 @@ def _choose(path: Path) -> Path:
         trouble = complaint(folder)
         if trouble is None:
             if damaged:
-                warnings.warn(f"loading {folder}; not whole: {'; '.join(damaged)}", stacklevel=2)
+                warn(f"loading {folder}; not whole: {'; '.join(damaged)}")
             return folder
         damaged.append(trouble)
     raise CheckpointError(f"no whole checkpoint in {path}{': ' if damaged else ''}{'; '.join(damaged)}")

@@ -1,8 +1,19 @@
-"""Every error that moefx shows to its users: what is wrong, where, and the nearest valid choice."""
+"""Every error that moefx shows to its users: what is wrong, where, and the nearest valid choice; and its warnings."""
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 import torch
+
+
+def warn(words: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the line that called moefx, which is none of moefx or torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("moefx", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(words, category, stacklevel=level)
 
 
 class MoefxError(Exception):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +36,7 @@ from moefx.context.decisions import Decisions
 from moefx.context.left_out import LeftOut
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.machine import Machine
-from moefx.errors import CaptureError, DivergenceError, MoefxError, UnsupportedUse
+from moefx.errors import CaptureError, DivergenceError, MoefxError, UnsupportedUse, warn
 from moefx.ir import edit, randomness
 from moefx.ir.describe import Symbols
 from moefx.link import rehearsal
@@ -131,7 +130,7 @@ class Builder:
             variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             while failed := frozenset().union(*(o.failed for o in outcomes)):
                 if not all(o.refused for o in outcomes if o.failed):
-                    self.home.session.tell(f"passes {sorted(failed)} failed on some rank and are left out on all", 4)
+                    self.home.session.tell(f"passes {sorted(failed)} failed on some rank and are left out on all")
                 skip |= failed
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
@@ -155,7 +154,7 @@ class Builder:
         if is_first and records.dump_folder(self.options) is not None:
             self._dump(variant.records, variant.program.code)
         for words in variant.said if not self.built else ():
-            self.home.session.tell(words, stacklevel=5)
+            self.home.session.tell(words)
         self.built += 1
         self.last = variant
         self.shelf.keep(self, variant)
@@ -269,7 +268,7 @@ class Builder:
         try:
             written = records.write(folder / name, made, sources)
         except OSError as error:  # no reason to stop: the others would wait for this rank
-            warnings.warn(f"graphs and code are not dumped to {folder}: {error}", stacklevel=4)
+            warn(f"graphs and code are not dumped to {folder}: {error}")
         else:
             log.info("dumped to %s", written)
 

@@ -260,7 +260,7 @@ class CompiledModule(Observed):
         runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.debug.strict)
         found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found
-        self._session.tell(by_block.describe(found), stacklevel=4)
+        self._session.tell(by_block.describe(found))
 
     def _try_loops(self, *call: Any) -> None:
         """While every rank has all weights: note which loops over hit experts the other mode could have rewritten."""

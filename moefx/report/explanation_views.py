@@ -69,14 +69,14 @@ def _needs(program: ProgramReport) -> str:
 def choice_sentence(choice: Choice, reason: str, plan: RegionPlan | None) -> str:
     """What was chosen for a region, and against what."""
     if plan is None:
-        return f"It runs with {choice.words()}: {reason}."
-    said = f"It runs with {choice.words()} ({_time(plan.chosen.seconds)}): {reason}."
+        return f"Chosen: {choice.words()}: {reason}."
+    said = f"Chosen: {choice.words()} ({_time(plan.chosen.seconds)}): {reason}."
     others = [each for each in plan.candidates if each.choice != plan.chosen.choice]
     if not others:
         return f"{said} Nothing else was open."
     best, whole = others[0], next((each for each in others if each.choice.whole), None)
-    said += f" Of {len(plan.candidates)} ways the next is {best.choice.words()} ({_against(best, plan)}"
-    return said + (f"); direct and in 1 chunk it is {_against(whole, plan)}." if whole not in (None, best) else ").")
+    said += f" Next of {len(plan.candidates)} ways: {best.choice.words()} ({_against(best, plan)}"
+    return said + (f"); direct, 1 chunk: {_against(whole, plan)}." if whole not in (None, best) else ").")
 
 
 def _against(candidate: Candidate, plan: RegionPlan) -> str:

@@ -134,7 +134,7 @@ def _further(ctx: PassContext) -> Iterator[tuple[float, str]]:
         for value in axis.values(sizes):
             times = axis.ranks(value, sizes) / axis.ranks(now, sizes)
             if times > 1:
-                yield times, f"{', '.join(axis.words(value))} and "
+                yield times, f"--set {axis.option}={value} "
 
 
 def _too_little(base: Look, numbers: Numbers, least: float, limit: float) -> MoefxError:
@@ -149,10 +149,10 @@ def _too_little(base: Look, numbers: Numbers, least: float, limit: float) -> Moe
         for n in (n for n in range(spread, ranks + 1) if ranks % n == 0 and n % spread == 0):
             of_ep = all(count % n == 0 for count in numbers_of_experts)
             if dense / times + experts * spread / n + (least - fixed) <= limit and (of_ep or n == spread):
-                hints.append(f"{words}ep={n}" if n > spread else words.removesuffix(" and "))
+                hints.append(f"{words}--ep {n}" if n > spread else words.strip())
                 break
     fit = "; or ".join(filter(None, hints)) or "more ranks to spread experts over"
     return MoefxError(
         f"a rank needs {gb(least)}, of which weights, gradients and AdamW's state are {gb(fixed)}, and there are "
         f"{gb(limit)}", where="memory_limit",
-        hint=f"what would fit: {fit}; plan --search tries meshes and batches")  # fmt: skip
+        hint=f"what would fit: {fit}; --search tries meshes and batches")  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from moefx.errors import StaleStateError
+from moefx.errors import StaleStateError, warn
 from moefx.runtime.groups import Axes
 from moefx.runtime.session import Session, Work
 from moefx.runtime.streams import HostCopy
@@ -97,4 +96,4 @@ class Handle(Generic[T]):
 
     def __del__(self) -> None:
         if self._finish is not None and not self._session.is_over:
-            warnings.warn(f"{self._text} was started and never waited for", RuntimeWarning, stacklevel=2)
+            warn(f"{self._text} was started and never waited for", RuntimeWarning)

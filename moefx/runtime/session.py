@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moefx import errors
 from moefx._torch_compat import all_gather_flat, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, OffloadError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, OnMesh, Part, agree_on_label, is_fake
@@ -104,10 +104,10 @@ class Session(OnMesh):
         self._overdue = Overdue(lambda *failure: this._give_up(*failure), lambda: this.timeout.total_seconds(),
                                 watch_period_s)  # fmt: skip
 
-    def tell(self, words: str, stacklevel: int = 2) -> None:
+    def tell(self, words: str) -> None:
         """A warning of what all ranks know; the lowest one gives it."""
         if self.rank == min(self.view.table):
-            warnings.warn(words, stacklevel=stacklevel + 1)
+            errors.warn(words)
 
     def held(self, kind: type[T]) -> T:
         """The one of a kind of `runtime.held` that this session has, and closes."""
@@ -377,7 +377,7 @@ class Session(OnMesh):
     def _give_up(self, doing: str, axes: Axes, error: RuntimeError) -> None:
         """From another thread, while this one may wait for the device: it goes on, and the next exchange raises."""
         if not self.has_failed:
-            warnings.warn(str(self._failure(doing, axes, error)), RuntimeWarning, stacklevel=1)
+            errors.warn(str(self._failure(doing, axes, error)), RuntimeWarning)
 
     def _mark_failed(self, doing: str) -> None:
         self.has_failed = True

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from moefx import progress
-from moefx.errors import CheckpointError
+from moefx.errors import CheckpointError, warn
 from moefx.runtime import agreement
 from moefx.runtime.session import Session
 
@@ -55,10 +54,9 @@ class Ranks:
         """The value of every rank, in order; it is pickled."""
         return [value] if self.session is None else agreement.gather(self.session, self.axes, value, doing)
 
-    def tell(self, words: str, stacklevel: int = 2) -> None:
+    def tell(self, words: str) -> None:
         """A warning of what all of them know, once."""
-        tell = warnings.warn if self.session is None else self.session.tell
-        tell(words, stacklevel=stacklevel + 1)
+        (warn if self.session is None else self.session.tell)(words)
 
     def check_alike(self, doing: str, **mine: Any) -> None:
         """Raises CheckpointError on all ranks if one of them was given something else."""

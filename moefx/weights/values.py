@@ -248,7 +248,7 @@ def read(home: Home, path: Path) -> list[str]:
     unused = [key for key in files.names if key not in taken]
     unused += [name for name in recipes if name not in saved]
     if unused:
-        home.session.tell(f"{path} has {len(unused)} tensors that the model does not: {', '.join(unused[:4])}", 3)
+        home.session.tell(f"{path} has {len(unused)} tensors that the model does not: {', '.join(unused[:4])}")
     return filled
 
 

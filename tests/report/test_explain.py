@@ -128,7 +128,7 @@ def test_the_page_has_the_numbers_of_explain_timeline_and_memory(planned, timeli
     assert all(above < number for number, box in enumerate(layer["graph"]) for above in box["after"])
     assert tree["loads"] == tree["stats"] == {}, "nothing ran"
     text = page.html(tree, "")
-    assert text.count("<p>It runs with") == 1
+    assert text.count("<p>Chosen: ") == 1
     assert planned.regions[0].reason in text
 
 
@@ -202,7 +202,7 @@ def test_equal_regions_are_said_once(planned):
     text = str(replace(planned, programs=(replace(program, regions=tuple(several)),)))
     assert "region 0 to 4, 6 to 47 (layers.0 to 4, 6 to 47.mlp)" in " ".join(text.split())
     said = " ".join(text.split())
-    assert re.search(r"region 5 \(layers\.5\.mlp\): It runs with [^:]*: another reason", said)
+    assert re.search(r"region 5 \(layers\.5\.mlp\): Chosen: [^:]*: another reason", said)
     times = f"{1e3 * region.plan.chosen.seconds:.3f} ms to {1e3 * slower.seconds:.3f} ms"
     assert f"47 regions decide alike, in {times}; the figures are those of region 0" in said
     assert text.count("chunks") < 3 * str(planned).count("chunks")

@@ -228,7 +228,7 @@ def test_kinds_of_layers_are_extrapolated_each_by_its_own():
 def test_too_little_memory_says_what_would_fit():
     with pytest.raises(MoefxError, match=r"what would fit: about .* of the tokens per rank"):
         plan_of(memory_limit=2.5e5)
-    with pytest.raises(MoefxError, match=r"what would fit: .*(ep=|shard_dense|more ranks)"):
+    with pytest.raises(MoefxError, match=r"what would fit: .*(--ep |--set shard_dense=True|more ranks)"):
         plan_of(memory_limit=1e5)
 
 

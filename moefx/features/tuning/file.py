@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moefx.errors import MoefxError
+from moefx.errors import MoefxError, warn
 from moefx.options import Arm, Options
 
 SCHEMA = 1
@@ -59,7 +58,7 @@ def _write(path: Path, data: dict[str, Any]) -> None:
             os.unlink(file.name)
             raise
     except OSError as error:
-        warnings.warn(f"what was tuned is not written to {path}: {error}", stacklevel=3)
+        warn(f"what was tuned is not written to {path}: {error}")
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -72,5 +71,5 @@ def _load(path: Path) -> dict[str, Any]:
         reason = f"it is of version {data['moefx_tuning']}, and this moefx reads {SCHEMA}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = repr(error)
-    warnings.warn(f"{path} holds nothing that was tuned, and is not read: {reason}", stacklevel=3)
+    warn(f"{path} holds nothing that was tuned, and is not read: {reason}")
     return {}

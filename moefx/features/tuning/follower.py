@@ -157,7 +157,7 @@ class Tuning:
         why = error.what if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, MoefxError):
             self._ranks().tell(f"no program can be made with {words(arm)}, which is a bug of moefx, please report it: "
-                               f"{why}", stacklevel=6)  # fmt: skip
+                               f"{why}")  # fmt: skip
         self._tuner.drop(self._explicit(arm), next(iter(why.splitlines()), ""))
         self._note()
         self._now = self._explicit(self._tuner.settled())
@@ -255,7 +255,7 @@ class Tuning:
                 try:
                     self._tuner.load(found)
                 except (KeyError, TypeError, ValueError) as error:
-                    ranks.tell(f"what was tuned cannot be read, and is measured again: {error!r}", stacklevel=5)
+                    ranks.tell(f"what was tuned cannot be read, and is measured again: {error!r}")
 
     def _note(self) -> None:
         """Tell, and write down, what was decided since the last time."""
