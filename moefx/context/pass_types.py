@@ -32,7 +32,8 @@ class PassContext:
     read whole; layouts_before: where they want those that they read. resident: bytes of the model's parameters and
     buffers, and in the "backward" of their gradients too, that other programs or nobody reads. written: names of inputs
     that are written to when the forward has run. is_first: no program was made before, for calls of another kind.
-    left_out: which experts the model leaves out where no token chose them.
+    left_out: which experts the model leaves out where no token chose them. stands_for: how many layers of a model one
+    layer of this program stands for, by its path, where it is not 1.
     """
 
     mesh: MeshSpec
@@ -49,6 +50,7 @@ class PassContext:
     written: frozenset[str] = frozenset()
     is_first: bool = True
     left_out: LeftOut = LeftOut()  # noqa: RUF009  it is frozen
+    stands_for: Mapping[str, int] = field(default_factory=dict)
     decisions: Decisions = field(default_factory=Decisions)
     report: Report = field(default_factory=Report)
 

@@ -69,7 +69,8 @@ class ValueClass:
 class Layer:
     """`count` layers of one structure. loads: of one of them with everything kept, all its chunks together. fixed:
     bytes that it has in use while it runs, whatever is kept. seconds: of one with everything kept, where somebody knows
-    better than the equation, which then gives only what other mixes take more."""
+    better than the equation, which then gives only what other mixes take more. times: so many of the model are meant by
+    one, and go its way: what they hold and take counts so often."""
 
     name: str
     chunks: int
@@ -78,6 +79,7 @@ class Layer:
     fixed: float = 0.0
     count: int = 1
     seconds: float | None = None
+    times: int = 1
 
     def seconds_with(self, loads: NDArray[np.float64], rates: Rates | None = None) -> NDArray[np.float64]:
         """With loads [.., pass, queue] more than what it has."""
@@ -182,7 +184,8 @@ class _Thing:
         held, transient, seconds = (np.concatenate([getattr(front, what) for front in self.fronts])
                                     for what in ("held", "transient", "seconds"))  # fmt: skip
         best = _least(held, transient, seconds)
-        self.held, self.transient, self.seconds, self.of = held[best], transient[best], seconds[best], of[best]
+        self.times, self.transient, self.of = alternatives[0].times, transient[best], of[best]
+        self.held, self.seconds = self.times * held[best], self.times * seconds[best]
 
     def within(self, transient: float) -> NDArray:
         """Which mixes need at most so many bytes for a short time; by what they hold, rising."""
@@ -240,7 +243,7 @@ class Space:
         """Of layer `number` the mixes that equation 10 finds fastest, so many at most, of those that hold and need no
         more bytes than this."""
         thing, more = self.things[self.which[number]], 1 + 1e-9
-        here = np.flatnonzero((thing.held <= held * more) & (thing.transient <= transient * more))
+        here = np.flatnonzero((thing.held <= thing.times * held * more) & (thing.transient <= transient * more))
         return [thing.mix(point) for point in here[np.argsort(thing.seconds[here], kind="stable")][:most]]
 
 

@@ -69,11 +69,12 @@ class _Points(NamedTuple):
 class Template:
     """Of a program with whole regions that keeps everything. memory: of its graphs, with the regions as marks of rows
     that arrived; sizes: of its symbols, by name. mark: what these were marked by; saved rows that arrived are counted
-    as such only if `of_saved`, else the classes of values say how many there are."""
+    as such only if `of_saved`, else the classes of values say how many there are. times: how many units of a larger
+    program one of this program stands for, where it is not 1; what they save is there while anything of the one is."""
 
     def __init__(self, graphs: StepGraphs, memory: Mapping[str, LiveMemory], sizes: Mapping[str, float],
-                 mark: Callable[[Storage], Unit | None] = lambda storage: None, *,
-                 of_saved: bool = False) -> None:  # fmt: skip
+                 mark: Callable[[Storage], Unit | None] = lambda storage: None, *, of_saved: bool = False,
+                 times: Callable[[Unit], int] = lambda unit: 1) -> None:  # fmt: skip
         results = graphs.forward.graph.output_node().args[0]
         self.saved = {place: node for place, node in enumerate(results[len(results) - len(graphs.saved) :])
                       if node.op != "placeholder" and edit.tensor_value(node) is not None}  # fmt: skip
@@ -85,9 +86,13 @@ class Template:
             given = graphs.backward.graph.find_nodes(op="placeholder")
             nodes["backward"] = {place: given[place] for place in self.saved}
         self.by_classes = {node: None if of_saved else mark((node, 0)) for node in self.saved.values()}
+        self.times = {unit: times(unit) for unit in self.units}
+        of_one = sum(self._bytes(node) * np.eye(len(self.units))[self.units[unit_of(node)]]
+                     for node in self.saved.values()) + np.zeros(len(self.units))  # fmt: skip
+        self.totals = np.array([*self.times.values()]) * of_one
         self.points = [self._points(gm, memory[name], nodes[name]) for name, gm in graphs.graphs.items()]
-        self.totals = sum(self._bytes(node) * np.eye(len(self.units))[self.units[unit_of(node)]]
-                          for node in self.saved.values()) + np.zeros(len(self.units))  # fmt: skip
+        for points in self.points:
+            points.saved[...] += (points.saved > 0) * (self.totals - of_one)
 
     def _bytes(self, node: Node) -> float:
         return at(nbytes(node), self.sizes)

@@ -30,7 +30,7 @@ from moefx.ir.describe import layer_of
 from moefx.options import WEIGHTS
 from moefx.planning.degrees import degrees
 from moefx.planning.memory import step_memory
-from moefx.planning.peak_template import State, Template
+from moefx.planning.peak_template import State, Template, Unit
 from moefx.planning.pieces import Piece, in_numbers, scaled, stages_of
 from moefx.planning.pricing import FORMULAS, Candidate
 
@@ -106,7 +106,12 @@ def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mappi
 
 def template_of(graphs: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) -> Template:
     mark = degrees().arrived(graphs, {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()})
-    return Template(graphs, step_memory(graphs, ctx.resident, mark), sizes, mark, of_saved=not _is_open(ctx))
+
+    def times(unit: Unit) -> int:
+        return ctx.stands_for.get(layer_of(ctx.decisions.regions[unit].module) if isinstance(unit, int) else unit, 1)
+
+    return Template(graphs, step_memory(graphs, ctx.resident, mark), sizes, mark, of_saved=not _is_open(ctx),
+                    times=times)  # fmt: skip
 
 
 def _is_open(ctx: PassContext) -> bool:
@@ -147,6 +152,7 @@ class Search:
             else:
                 classes = tuple(self._values(name, each, 1, None) for name, each in zip(names, some))
                 layers = (Layer("dense", 1, {}, classes, outside),)
+            layers = tuple(replace(layer, times=self.template.times.get(key, 1)) for layer in layers)
             kept = sum(at(each.nbytes["keep"], self.sizes) for each in some)
             units.append(_Unit(key, names, layers, kept))
         return units
@@ -264,8 +270,8 @@ class Search:
             if isinstance(unit.key, int):
                 more = self._candidate(unit.key, layer).more
                 share, weights, rows = self._share(layer.chunks), more.transient, more.rows
-            states[unit.key] = State(unit.kept - layer.held(mix), layer.back(mix), layer.passing(mix) + weights, share,
-                                     rows)  # fmt: skip
+            less = layer.times * (unit.kept - layer.held(mix))
+            states[unit.key] = State(less, layer.back(mix), layer.passing(mix) + weights, share, rows)
         return self.template.peak(states)
 
     def _simulated(self, plan: Plan, peak: float, limit: float) -> tuple[Plan, float]:

@@ -18,7 +18,7 @@ from moefx.planning.schedules import Sizes
 from moefx.report.described import Described
 from moefx.report.layers import cut, layers_of
 from moefx.report.one_look import PHASES, Look, at_batch, linear, look
-from moefx.report.within import STEPS, Counts, Tries, Within
+from moefx.report.within import Counts, Room, Within
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Programs:
     def __post_init__(self) -> None:
         extra = {number: self.counts.kinds[number][1] - 1 for number in self.more}
         self.numbers = linear(self.base.numbers, {number: each.numbers for number, each in self.more.items()}, extra)
-        self.tries = Tries(self.base, self.numbers, self.counts)
+        self.room = Room(self.base, self.numbers, self.counts)
 
     def at(self, batch: int) -> Programs | None:
         """The same for another batch, without compiling; None: they are for this one alone."""
@@ -72,12 +72,12 @@ class Programs:
     def mesh(self) -> MeshSpec:
         return self.base.attempt.ctx.mesh
 
-    def within(self, limit: float | None, accumulate: int, steps: int = STEPS) -> Within | None:
+    def within(self, limit: float | None, accumulate: int) -> Within | None:
         """What is not kept to stay in the limit. While gradients add up, all of them are there. Raises MoefxError where
         nothing fits, and says what would."""
         if limit is None and self.options.formula not in rooms.formulas():  # by these it is chosen anyway
             return None
-        return self.tries.within(limit or math.inf, self.numbers["bytes.gradients"] if accumulate > 1 else 0.0, steps)
+        return self.room.within(limit or math.inf, self.numbers["bytes.gradients"] if accumulate > 1 else 0.0)
 
     def seconds(self, kept: Within | None, accumulate: int) -> dict[str, float]:
         """Of a step, by what takes them. Reductions of gradients wait for the last micro-batch, all else is in each."""

@@ -37,7 +37,6 @@ from moefx.rooms import Axis
 MESHES = 6  # that are compiled for
 ACCUMULATE = (1, 2, 4, 8, 16)
 LARGEST = 64  # sequences of a rank at once
-STEPS = 3  # of the search for what is kept
 SHOWN = 10
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -192,7 +191,7 @@ class _Search:
             priced, some = programs.at(batch), []
             for n in ways if priced is not None else ():
                 try:
-                    some.append(plan_of(priced, self.limit, n, steps=STEPS))
+                    some.append(plan_of(priced, self.limit, n))
                 except MoefxError as error:
                     why = error.what
             if not some:

@@ -216,10 +216,9 @@ def _nearest(number: int, ranks: int, name: str) -> str:
     return f"{name}={min(divisors, key=lambda n: abs(math.log(n / number)))}"
 
 
-def plan_of(programs: Programs, limit: float | None, accumulate: int, *, curves: bool = False, steps: int | None = None,
-            ) -> Plan:  # fmt: skip
-    """steps: of the search for what is not kept; None: as many as pay. Raises MoefxError where nothing fits."""
-    kept = programs.within(limit, accumulate, *([] if steps is None else [steps]))
+def plan_of(programs: Programs, limit: float | None, accumulate: int, *, curves: bool = False) -> Plan:
+    """Raises MoefxError where nothing fits."""
+    kept = programs.within(limit, accumulate)
     base, mesh, ranks = programs.base, programs.mesh, math.prod(programs.sizes.values())
     layers = _layers(programs, kept)
     if curves:

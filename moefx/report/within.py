@@ -11,12 +11,10 @@ from moefx import rooms
 from moefx.context.pass_types import PassContext
 from moefx.errors import MoefxError
 from moefx.planning.planner import Decision, decide
-from moefx.planning.restoring import Restored
+from moefx.planning.restoring import Restored, template_of
 from moefx.report.layers import Layers
 from moefx.report.one_look import PHASES, Look, Numbers
 from moefx.report.words import gb
-
-STEPS = 7  # of the search for the largest limit of the small program
 
 
 class Counts:
@@ -41,85 +39,72 @@ class Counts:
         kind = self.kind_of(path) if self.is_cut else None
         return 1 if kind is None else self.kinds[kind][1]
 
+    def by_layer(self) -> dict[str, int]:
+        """{path of a layer that was compiled: `times`}."""
+        if self.layers is None or not self.is_cut:
+            return {}
+        return {f"{self.layers.path}.{number}".lstrip("."): many for number, (_, many) in enumerate(self.kinds)}
+
 
 @dataclass(frozen=True)
 class Within:
     """bytes: the peak with the optimizer's state. saved: bytes that are not kept. seconds: that it costs, by graph.
-    decision: by which the layers run. rows: (class with `*` for numbers of layers, its ways,
-    how many) of what is not kept as eager autograd does. end: bytes in the backward's last part."""
+    rows: (class with `*` for numbers of layers, its ways, how many) of what is not kept as eager autograd does.
+    decision: by which the layers run."""
 
     bytes: float
     saved: float
     seconds: Mapping[str, float]
-    decision: Decision
     rows: tuple[tuple[str, str, int], ...]
-    end: float = 0.0
+    decision: Decision
 
 
-class Tries:
-    """What the planner chooses for the small program within one limit or another; what a class of values saves in it,
-    it saves in every layer of the kind. numbers: of the model, with all that it keeps."""
+class Room:
+    """What of a model is not kept within one limit or another: the planner chooses by the small program, of which a
+    layer stands for all of its kind. numbers: of the model, with all that it keeps."""
 
     def __init__(self, base: Look, numbers: Numbers, counts: Counts) -> None:
-        self.base, self.numbers, self.counts = base, numbers, counts
-        self.known: dict[float, Within] = {}
+        ctx = replace(base.attempt.ctx, stands_for=counts.by_layer())
+        self.base = base._replace(attempt=base.attempt._replace(ctx=ctx))
+        self.numbers, self.counts = numbers, counts
+        self.state = numbers["bytes.master"] + numbers["bytes.optimizer"]
+        peak = max(numbers.get(f"peak.{name}", 0.0) for name in ("forward", "turn"))
+        kept = template_of(base.attempt.graphs, ctx, base.decision.sizes).peak({})
+        self.beside = self.state + peak - kept  # all of which the small program knows nothing
 
-    def within(self, limit: float, beside: float = 0.0, steps: int = STEPS) -> Within:
-        """beside: bytes that are there besides, until the backward's last part. steps: of the search for the largest
-        limit of the small program. Raises MoefxError where nothing fits, and says what would."""
+    def within(self, limit: float, beside: float = 0.0) -> Within:
+        """beside: bytes that are there besides, until the backward's last part. Raises MoefxError where nothing fits,
+        and says what would."""
+        attempt, beside = self.base.attempt, beside + self.beside
+        found = decide(attempt.graphs, attempt.ctx, self.base.decision.machine, limit=max(limit - beside, 1.0))
+        end = self.state + self.numbers.get("peak.end", 0.0) if self.counts.is_cut else 0.0
+        most = max(found.restoring.bytes + beside, end)
+        if most > limit:
+            raise _too_little(self.base, self.numbers, most, limit)
+        return Within(most, *self._said(found), found)
 
-        def tried(small: float) -> Within:
-            if small not in self.known:
-                self.known[small] = _tried(self.base, self.numbers, self.counts, small)
-            found = self.known[small]
-            return replace(found, bytes=max(found.bytes + beside, found.end))
-
-        all_kept = tried(math.inf)
-        if all_kept.bytes <= limit:
-            return all_kept
-        least = tried(1.0)
-        if least.bytes > limit:
-            raise _too_little(self.base, self.numbers, least.bytes, limit)
-        best, low = least, least.decision.restoring.bytes
-        high = max(self.base.numbers.get(f"peak.{name}", 0.0) for name in ("forward", "turn"))
-        for _ in range(steps):
-            middle = (low + high) / 2
-            found = tried(middle)
-            if found.bytes <= limit:
-                best, low = min(best, found, key=lambda each: sum(each.seconds.values())), middle
-            else:
-                high = middle
-        return best
-
-
-def _tried(base: Look, numbers: Numbers, counts: Counts, limit: float) -> Within:
-    attempt, free = base.attempt, base.decision
-    found = decide(attempt.graphs, attempt.ctx, free.machine, limit=limit)
-    modules = {plan.region: plan.module for plan in found.regions}
-    regions = {each.name: each.region for each in attempt.ctx.decisions.restorables}
-    saved = again = more = 0.0
-    rows: dict[tuple[str, str], int] = {}
-    for row in found.restoring.rows:
-        region = regions[row.name]
-        times = counts.times(modules.get(region, row.name))
-        saved, more = saved + times * row.less, more + (times - 1) * row.less
-        again += times * row.seconds
-        if {*row.ways} != {"keep"}:
-            name = f"{modules[region]} {row.role}" if region in modules else row.name
-            rows[re.sub(r"\.\d+(?=\.| |$)", ".*", name), _words(row)] = times + rows.get(
-                (re.sub(r"\.\d+(?=\.| |$)", ".*", name), _words(row)), 0)  # fmt: skip
-    seconds = dict.fromkeys(PHASES, 0.0)
-    seconds["backward"] = again  # what waits on the host is copied beside the forward
-    before = {plan.region: plan.chosen for plan in free.regions}
-    for plan in found.regions:
-        for name in PHASES:
-            changed = getattr(plan.chosen, f"{name}_s") - getattr(before[plan.region], f"{name}_s")
-            seconds[name] += counts.times(plan.module) * changed
-    lift = max(numbers[f"peak.{name}"] - base.numbers[f"peak.{name}"] for name in ("forward", "turn"))
-    state = numbers["bytes.master"] + numbers["bytes.optimizer"]
-    end = state + numbers.get("peak.end", 0.0) if counts.is_cut else 0.0
-    return Within(found.restoring.bytes + lift - more + state, saved, seconds, found,
-                  tuple((*key, times) for key, times in rows.items()), end)  # fmt: skip
+    def _said(self, found: Decision) -> tuple[float, Mapping[str, float], tuple[tuple[str, str, int], ...]]:
+        """Bytes that are not kept, seconds that it costs, by graph, and the rows of `Within`."""
+        modules = {plan.region: plan.module for plan in found.regions}
+        regions = {each.name: each.region for each in self.base.attempt.ctx.decisions.restorables}
+        saved = again = 0.0
+        rows: dict[tuple[str, str], int] = {}
+        for row in found.restoring.rows:
+            region = regions[row.name]
+            times = self.counts.times(modules.get(region, row.name))
+            saved, again = saved + times * row.less, again + times * row.seconds
+            if {*row.ways} != {"keep"}:
+                name = f"{modules[region]} {row.role}" if region in modules else row.name
+                key = re.sub(r"\.\d+(?=\.| |$)", ".*", name), _words(row)
+                rows[key] = rows.get(key, 0) + times
+        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds["backward"] = again  # what waits on the host is copied beside the forward
+        before = {plan.region: plan.chosen for plan in self.base.decision.regions}
+        for plan in found.regions:
+            for name in PHASES:
+                changed = getattr(plan.chosen, f"{name}_s") - getattr(before[plan.region], f"{name}_s")
+                seconds[name] += self.counts.times(plan.module) * changed
+        return saved, seconds, tuple((*key, times) for key, times in rows.items())
 
 
 def _words(row: Restored) -> str:

@@ -139,3 +139,17 @@ def test_many_equal_layers_fill_the_budget():
     assert [plan.seconds for plan in plans] == sorted((plan.seconds for plan in plans), reverse=True)
     assert plans[1].bytes > low + 0.3 * (high - low) - 8
     assert np.isclose(plans[-1].held, 48 * 8 * 48)
+
+
+def test_a_layer_that_stands_for_several_counts_so_often():
+    """Layers that must go one way: three of them, in three times the bytes and the time of one."""
+    layer = Layer("layer", 8, {("forward", "compute"): 5.0}, (values("rows", 10, 8, slots=2, redo=3, offload=1),), 10)
+    three = Space([[replace(layer, times=3)]])
+    for limit in (60, 90, 150, 250):
+        found = three.choose(limit)
+        fastest = min(3 * seconds for held, transient, seconds in points(layer) if 3 * held + transient <= limit)
+        assert found.seconds == pytest.approx(fastest)
+        assert found.held == 3 * layer.held(found.mixes[0][1])
+        assert found.bytes <= limit
+        assert three.near(0, layer.held(found.mixes[0][1]), found.transient, 1)[0][1] == found.mixes[0][1]
+    assert three.choose(three.least - 1) is None

@@ -217,6 +217,16 @@ def test_a_plan_is_the_same_extrapolated_and_whole_and_stays_within_a_limit():
 
 
 @pytest.mark.full
+def test_within_a_limit_layers_keep_what_they_keep_where_all_are_compiled():
+    """But that those of a kind are alike: the whole model may keep something in one layer and not in another."""
+    programs, limit = compiled_for(described(three, 2, 64, dtype="float32")), 5.5e5
+    few, all_layers = what_if.plan_of(programs, limit, 1), plan_of(whole=True, memory_limit=limit)
+    assert all_layers.memory["peak"] <= limit
+    assert 0.97 * limit < few.memory["peak"] <= limit
+    assert 0.9 * all_layers.memory["kept"] < few.memory["kept"] <= all_layers.memory["kept"]
+
+
+@pytest.mark.full
 def test_kinds_of_layers_are_extrapolated_each_by_its_own():
     few = plan_of(model=f"{__name__}:deep", ep=4)
     check_alike(few, plan_of(model=deep, ep=4, whole=True))
