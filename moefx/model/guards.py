@@ -16,7 +16,7 @@ from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.options import Options
 
 _METHODS = {
-    "generate": "compiled.save_safetensors(folder), then build the plain model anew and load that",
+    "generate": "compiled.save_safetensors(folder), then build the plain model again and load them",
     "push_to_hub": "compiled.save_safetensors(folder), then push what it wrote",
     "resize_token_embeddings": "resize the plain model before moefx.compile",
 }
