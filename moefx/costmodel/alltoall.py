@@ -101,7 +101,8 @@ def _inter(messages: int, nbytes: sympy.Expr, *, aligned: bool = False) -> Phase
 
 
 def whole(algorithm: Algorithm, times: list[sympy.Expr] | list[float], rho: float | sympy.Expr):
-    """The time of an all-to-all whose phases take `times`."""
+    """The time of an all-to-all whose phases take `times`. The planner does not ask this: it adds up the phases itself
+    (`planning.pricing.Price`), since some overlap with other work."""
     if algorithm is not Algorithm.PIPE or len(times) < 2:
         return sum(times)
     if all(isinstance(time, float) for time in times):

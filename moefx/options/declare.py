@@ -27,7 +27,8 @@ class Allowed:
 
 
 def option(default: Any, allowed: Allowed, says: str, *, told: bool = True) -> Any:
-    """A field of a `Group`. told: all ranks must have the same."""
+    """A field of a `Group`. allowed: which values it takes; its words are the hint of the error. says: its text in
+    help() and docs/options.md. told: all ranks must have the same."""
     return field(default=default, metadata={"allowed": allowed, "says": says, "told": told})
 
 

@@ -106,7 +106,8 @@ def _combined(rows, perm, k, weights=None):
 def combine(rows: Tensor, perm: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """Back to token order, summed over the choices: [T*K, ...] -> [T, ...], each row times `weights` [T, K] if given.
 
-    The result has the promoted dtype of rows and weights, as the plain product would.
+    The result has the promoted dtype of rows and weights, as the plain product would. Its gradient stands below, in
+    `_combine_backward`, since it keeps rows only where it weighs them.
     Constraints: rows of dropped pairs are zero, or their weights are, or they are not there: they stand last.
     """
     rows = torch.cat([rows, rows.new_zeros((perm.shape[0] - rows.shape[0], *rows.shape[1:]))])
