@@ -108,7 +108,7 @@ def _column(gm: GraphModule, column: Node) -> tuple[Node, int, Node] | None:
     found = choices.drawn(gm, column) if fake is not None and fake.dim() > 1 and sizes(column)[-1] == 1 else None
     for node in sorted(edit.ancestors([column]), reverse=True) if found is not None else ():
         whole = choices.drawn(gm, node) if edit.tensor_value(node) is not None else None
-        if whole is None or not 1 < whole[0].shape[-1] <= MOST or any(
+        if whole is None or not whole[0].dim() or not 1 < whole[0].shape[-1] <= MOST or any(
                 g.shape[:-1] != v.shape[:-1] for g, v in zip(whole, found)):  # fmt: skip
             continue
         same = torch.stack([(g == v).flatten(0, -2).all(0) for g, v in zip(whole, found)]).all(0)

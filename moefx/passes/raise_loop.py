@@ -107,7 +107,7 @@ def _inside_of_one(facts: dict, loop: Loop) -> set[Node]:
     one, *others = loop.rows.values()
     if loop.how.dense:
         return edit.ancestors([one]) - edit.ancestors(others[:1]) if others else set()
-    return edit.ancestors([one], stop=picks)
+    return edit.ancestors([one], stop=picks) - edit.ancestors([loop.idx])  # a layer before is inside of none
 
 
 def _fault(loop: Loop, adds: set[Node], found: list[Loop], facts: dict) -> RaiseError | None:

@@ -64,6 +64,7 @@ WAYS = {
     "unbound": "y_0 * g.unbind(-1)[0].unsqueeze(-1) + y_1 * g.unbind(-1)[1].unsqueeze(-1)",
     "split": "y_0 * g.split(1, -1)[0] + y_1 * g.split(1, -1)[1]",
     "rows": "y_0 * g.t()[0].unsqueeze(-1) + y_1 * g.t()[1].unsqueeze(-1)",
+    "a number on the way": "y_0 * (g[:, 0:1] * g.new_ones(())) + y_1 * g[:, 1:2]",
     "added to something": "(x * 2 + y_0 * g[:, 0:1]) + y_1 * g[:, 1:2]",
     "stacked": "(torch.stack([y_0, y_1], 1) * g.unsqueeze(-1)).sum(1)",
     "einsum": 'torch.einsum("te,ted->td", g, torch.stack([y_0, y_1], 1))',

@@ -259,6 +259,24 @@ WEIGHED = """    x{g} = x * 1.0
 """
 
 
+def test_a_layer_before_is_no_part_of_an_expert():
+    """Rows are picked by an index for every entry, which the look for experts that are mixtures does not know."""
+    text = 'def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up0: "f32[16, 16]", up1: "f32[16, 16]"):\n'
+    for before, now in (("x", "y"), ("y", "z")):
+        text += f"    best{now} = torch.topk(F.softmax(F.linear({before}, gate), dim=-1), 1, dim=-1)\n"
+        text += f"    w{now} = best{now}[0]\n    idx{now} = best{now}[1]\n    {now} = torch.zeros_like({before})\n"
+        for e in range(2):
+            text += (f"    at{now}{e} = torch.where(idx{now} == {e})\n"
+                     f"    index{now}{e} = at{now}{e}[0].unsqueeze(-1).expand(-1, 16)\n"
+                     f"    rows{now}{e} = F.linear(torch.gather({before}, 0, index{now}{e}), up{e})\n"
+                     f"    scaled{now}{e} = rows{now}{e} * w{now}[at{now}{e}[0], at{now}{e}[1]].unsqueeze(-1)\n"
+                     f"    {now} = {now}.scatter_add(0, index{now}{e}, scaled{now}{e})\n")  # fmt: skip
+    _, _, result = raised(text + "    return (z,)\n")
+    assert [change.partition(" (")[0] for change in result.changes] == [
+        f"region {number}: a loop over 2 experts" for number in range(2)]  # fmt: skip
+    assert not result.skipped
+
+
 @pytest.mark.parametrize("outer", [PICKED, WEIGHED], ids=["picked", "weighed"])
 def test_experts_that_are_mixtures(outer):
     before, gm, result = raised(two_levels(outer))
