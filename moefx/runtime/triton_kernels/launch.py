@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -14,6 +15,8 @@ from torch import Tensor
 ELEMENTS = 2048  # of a tile of rows: 16 per thread of four warps, two loads of 16 bytes of half precision
 WIDEST = 4096  # columns that a tile may have
 MOST = 2**31 - 1  # pairs or rows: places are 32 bits wide
+
+_INTERPRETER = threading.RLock()
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,8 +52,9 @@ def warps_of(columns: int) -> int:
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    """Triton launches on the current device, which need not be the tensor's. Where it interprets, it changes itself
+    meanwhile, so one thread does at a time: tests have ranks that are threads."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER
 
 
 def as_rows(tensor: Tensor) -> Tensor:
