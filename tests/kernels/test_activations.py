@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefx.runtime import glu
-from tests.kernels.cases import Case, assert_near, cases, triton_kernels, wide
+from tests.kernels.cases import DEVICE, Case, assert_near, cases, triton_kernels, wide
 
 SETTINGS = settings(max_examples=7, deadline=None, derandomize=True)
 KINDS = [glu.Glu(name, interleaved, limit=0.7) for name in glu.NAMES for interleaved in (False, True)]
@@ -27,6 +27,34 @@ def test_forward_and_backward(kind: glu.Glu, case: Case, ragged: bool, scaled: b
     meant = glu.glu_backward(wide(grad), wide(rows), kind, counts, wide(scale))
     for one, other in zip(triton_kernels.glu_backward(grad, rows, kind, counts, scale), meant, strict=True):
         assert_near(one, other, roundings=8 if one is not None and one.dtype == torch.float32 else 2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.interleaved], ids=lambda kind: kind.name)
+@SETTINGS
+@given(cases(), st.booleans())
+def test_gates_and_ups_in_tensors_of_their_own(kind: glu.Glu, case: Case, of_one: bool) -> None:
+    rows = case.draw(case.T * case.K, 2 * case.D)
+    gates, ups = rows.chunk(2, 1)[::-1] if of_one else (case.draw(case.T * case.K, case.D) for _ in range(2))
+    grad = case.draw(case.T * case.K, case.D)
+    assert_near(triton_kernels.glu(gates, kind, up=ups), glu.glu(wide(gates), kind, up=wide(ups)), roundings=2)
+    found, *nothing = triton_kernels.glu_backward(grad, gates, kind, up=ups)
+    assert nothing == [None, None]
+    for one, other in zip(found, glu.glu_backward(wide(grad), wide(gates), kind, up=wide(ups))[0], strict=True):
+        assert one.dtype == case.dtype
+        assert_near(one, other, roundings=2)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_as_programs_call_them(apart: bool) -> None:
+    """Rows may be blocks."""
+    rows = torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    halves, how = [*rows.chunk(2, -1)] if apart else [rows], {"interleaved": not apart, "limit": 0.7, "alpha": 1.5}
+    found, grad = triton_kernels.gated(halves, "clamped", **how), rows[..., :12] + 1
+    assert_near(found, glu.gated(list(map(wide, halves)), "clamped", **how), roundings=2)
+    grads = triton_kernels.gated_backward(grad, halves, "clamped", **how)
+    assert [each.shape for each in grads] == [each.shape for each in halves]
+    for one, other in zip(grads, glu.gated_backward(grad.double(), list(map(wide, halves)), "clamped", **how)):
+        assert_near(one, other, roundings=2)
 
 
 def test_the_meaning_is_what_models_write() -> None:

@@ -6,7 +6,7 @@ a size on the host: where sizes are data, the grid is an upper bound. `link.impl
 else imports this package, since it needs triton.
 """
 
-from moefx.runtime.triton_kernels.activations import glu, glu_backward
+from moefx.runtime.triton_kernels.activations import gated, gated_backward, glu, glu_backward
 from moefx.runtime.triton_kernels.matmul import finished_linear, grouped_linear, grouped_wgrad
 from moefx.runtime.triton_kernels.order import route
 from moefx.runtime.triton_kernels.rows import combine, combine_backward, dispatch, dispatch_padded
@@ -14,6 +14,6 @@ from moefx.runtime.triton_kernels.segments import expert_rows, expert_rows_backw
 
 __all__ = [
     "combine", "combine_backward", "dispatch", "dispatch_padded", "expert_rows", "expert_rows_backward", "finish_rows",
-    "finished_linear",
+    "finished_linear", "gated", "gated_backward",
     "glu", "glu_backward", "grouped_linear", "grouped_wgrad", "route",
 ]  # fmt: skip

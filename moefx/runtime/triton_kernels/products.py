@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moefx.runtime.triton_kernels.activations import gated
+from moefx.runtime.triton_kernels.activations import gated_tile
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def linear(rows, matrices, tiles, source, bias, scale, out, act, bound, num_slot
             # What the backward will see is rounded, so the activation is of that.
             gate = total.to(out.dtype.element_ty).to(tl.float32)
             up = total_up.to(out.dtype.element_ty).to(tl.float32)
-            result = gated(gate, up, limit, alpha, KIND)
+            result = gated_tile(gate, up, limit, alpha, KIND)
             tl.store(act + line * half + columns[None, :], result.to(act.dtype.element_ty), mask=here)
 
 
