@@ -208,7 +208,9 @@ class _Settlement:
         if way == "redo" and node in self.values.crossing:
             return False
         cheap = packet in _ACTIVATIONS or packet is _aten._to_copy
-        elementwise = way in self.lean and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        op = lookup(node)
+        acts = op.lean if op is not None else torch.Tag.pointwise in getattr(node.target, "tags", ())
+        elementwise = way in self.lean and acts
         return cheap or elementwise or self._is_redone(node)
 
     def _is_redone(self, node: Node) -> bool:

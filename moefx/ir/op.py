@@ -206,7 +206,8 @@ class OpDef:
     tokens: what it does to a routing and its rows. dims: what becomes of every dim of its tensors, see `ir.fates`, None
         if nobody knows. per_token: the arguments that have one entry per token. along: what it makes along its axis of
         what ranks have in common, None if it treats all axes alike.
-    again: whether the backward may compute it again; choices and sizes must not differ from the forward's.
+    again: whether the backward may compute it again; choices and sizes must not differ from the forward's. lean: it is
+        done again wherever elementwise ops are, since it costs no more.
     of_user: it stands for an op that the user wrote. rounds: it loses digits.
     drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py.
     gemm: the shape of its product.
@@ -235,6 +236,7 @@ class OpDef:
     per_token: tuple[str, ...] = ()
     along: Along | None = None
     again: bool = True
+    lean: bool = False
     of_user: bool = False
     rounds: bool = False
     drawn: str = "compute"

@@ -49,6 +49,9 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     back = m.grouped_linear.default(hidden, up, slots, True)
     wgrad = m.grouped_wgrad.default(grouped, hidden, slots, False)
     summed = m.grouped_wgrad.default(grouped, hidden, slots, False, wgrad)
+    acted = m.gated.default('swiglu', [hidden], False, None, None)
+    unacted = m.gated_backward.default(acted, 'swiglu', [hidden], False, None, None)
+    clamped = m.gated.default('clamped', [hidden, shifted], False, 7.0, 1.7)
     spread = m.expert_rows.default(bias, slots, received)
     gathered = m.expert_rows_backward.default(hidden, slots)
     sizes = m.exchange_sizes.default(capacity, 4, 'ep')
@@ -210,6 +213,9 @@ def test_half_the_bytes_in_half_the_precision(nodes):
     ("route", 0, I64 * (2 * T + 8 + 2 * T + 8)),  # choices and table, order and counts
     ("grouped", 0, 2 * R * 16 * F32),
     ("spread", 0, F32 * (2 * 24 + R * 24) + I64 * 2),
+    ("acted", 0, F32 * R * (24 + 12)),
+    ("unacted", 0, F32 * R * (12 + 24 + 24)),
+    ("clamped", 0, F32 * R * 3 * 24),
     ("host", 0, 4 * 8 * I64),
     ("coded", None, F32 * 2 * T * 16 + 2 * T * (16 + F32)),  # int8 and a float as scale, per row
 ])  # fmt: skip

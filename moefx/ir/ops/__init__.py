@@ -1,6 +1,7 @@
 """The dialect: importing this package registers every op under `torch.ops.moefx`."""
 
 from moefx.ir.ops import (
+    activations,
     copies,
     dense,
     exchange,
@@ -20,6 +21,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exchange", "experts", "gathers", "layers", "materialize", "order",
+__all__ = ["activations", "copies", "dense", "exchange", "experts", "gathers", "layers", "materialize", "order",
            "parameters", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip
