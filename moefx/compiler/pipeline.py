@@ -45,6 +45,7 @@ from moefx.passes import (
     group_keys,
     hoist_split,
     join_blocks,
+    join_gates,
     join_slices,
     keep_rows_cut,
     materialise,
@@ -143,6 +144,7 @@ WHOLE: tuple[Pass, ...] = (
     place_experts,
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
     Pass("group-keys", group_keys.run, Level.PLACED, Level.PLACED, optional=True),
+    Pass("join-gates", join_gates.run, Level.PLACED, Level.PLACED, optional=True),
 )
 # Parts of differentiate, on the joint graph. Those of rooms behind "partition" are its last ones, and take the step.
 JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)

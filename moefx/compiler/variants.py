@@ -39,7 +39,7 @@ from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError, UnsupportedUse, warn
 from moefx.ir import edit, randomness
 from moefx.ir.describe import Symbols
-from moefx.link import rehearsal
+from moefx.link import implementations, rehearsal
 from moefx.link.emit import digest, emit, load
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Arm, Options, by_kinds
@@ -309,6 +309,7 @@ class Builder:
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
             ctx.layouts_before, ctx.resident = self.home.layouts, self.home.unread(captured.gm)
             ctx.left_out = self._left_out(captured)
+            ctx.has_kernel = implementations.chooser(self.home.session.device.type)
             pipeline = Pipeline(ctx, skip=skip)
             try:
                 with (contextlib.nullcontext() if modes else compat.no_autocast(),

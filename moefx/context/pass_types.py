@@ -33,7 +33,8 @@ class PassContext:
     buffers, and in the "backward" of their gradients too, that other programs or nobody reads. written: names of inputs
     that are written to when the forward has run. is_first: no program was made before, for calls of another kind.
     left_out: which experts the model leaves out where no token chose them. stands_for: how many layers of a model one
-    layer of this program stands for, by its path, where it is not 1.
+    layer of this program stands for, by its path, where it is not 1. has_kernel: whether another form than PyTorch's
+    runs a call of a dialect op; None: none ever does.
     """
 
     mesh: MeshSpec
@@ -51,6 +52,7 @@ class PassContext:
     is_first: bool = True
     left_out: LeftOut = LeftOut()  # noqa: RUF009  it is frozen
     stands_for: Mapping[str, int] = field(default_factory=dict)
+    has_kernel: Callable[[Node], bool] | None = None
     decisions: Decisions = field(default_factory=Decisions)
     report: Report = field(default_factory=Report)
 

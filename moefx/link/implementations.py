@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.errors import MoefxError
-from moefx.ir.op import argument, value
+from moefx.ir.op import argument, lookup, value
 
 MODES = ("auto", "triton", "aten")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,11 +48,28 @@ def choose(function: str, call: Node, device_type: str) -> str:
 
     Raises MoefxError for an unknown MOEFX_KERNELS, or where it asks for Triton and there is none.
     """
-    mode = chosen_mode()
-    if mode == "aten" or (mode == "auto" and (device_type != "cuda" or triton_version() is None)):
+    if not _may_choose(device_type):
         return function
-    forms = (form for form in FORMS.get(function, ()) if mode in form.modes and form.takes(call))
+    forms = (form for form in FORMS.get(function, ()) if chosen_mode() in form.modes and form.takes(call))
     return next((form.function for form in forms), function)
+
+
+def chooser(device_type: str) -> Callable[[Node], bool] | None:
+    """Whether the call of a dialect op becomes another form than ATen's on devices of this type; None: no call does."""
+    if not _may_choose(device_type):
+        return None
+
+    def has_kernel(call: Node) -> bool:
+        op = lookup(call)
+        return op is not None and op.runtime is not None and (
+            choose(op.runtime.function, call, device_type) != op.runtime.function)  # fmt: skip
+
+    return has_kernel
+
+
+def _may_choose(device_type: str) -> bool:
+    mode = chosen_mode()
+    return mode == "triton" or (mode == "auto" and device_type == "cuda" and triton_version() is not None)
 
 
 def chosen_mode() -> str:
@@ -88,6 +105,13 @@ def _rows(*names: str) -> Callable[[Node], bool]:
     return lambda call: all(_is_row(found) for name in names if (found := value(argument(call, name))) is not None)
 
 
+def _has_narrow_halves(call: Node) -> bool:
+    """Whether kernels take the rows of gates and ups."""
+    found = [value(half) for half in argument(call, "halves")]
+    return all(each.dtype in _FLOATS and isinstance(each.shape[-1], int) and 0 < each.shape[-1] <= _WIDEST
+               for each in found)  # fmt: skip
+
+
 def _few_slots(call: Node) -> bool:
     return value(argument(call, "counts")).shape[0] <= _MOST_SLOTS
 
@@ -117,6 +141,8 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType({
         Form(f"{_MADE}.combine_backward", _rows("grad", "rows", "weights")),),
     f"{_MEANT}.kernels.expert_rows": (Form(f"{_MADE}.expert_rows", _per_slot("param")),),
     f"{_MEANT}.kernels.expert_rows_backward": (Form(f"{_MADE}.expert_rows_backward", _per_slot("grad")),),
+    f"{_MEANT}.glu.gated": (Form(f"{_MADE}.gated", _has_narrow_halves),),
+    f"{_MEANT}.glu.gated_backward": (Form(f"{_MADE}.gated_backward", _has_narrow_halves),),
     # torch has one for bfloat16 alone; of float16 it would read the counts on the host, product by product.
     f"{_MEANT}.grouped.grouped_linear": (
         Form(f"{_MADE}.grouped_linear", _product(*_FLOATS), ("triton",)),

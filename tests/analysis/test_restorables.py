@@ -10,6 +10,7 @@ from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.decisions import Chunk
 from moefx.ir.describe import op_name
 from moefx.options import Options
+from moefx.passes import join_gates
 from tests.support.graphs import context, graph
 from tests.support.placing import STATIC
 from tests.support.small import MOE
@@ -27,7 +28,7 @@ def graph(x: "f32[s0, 16]", w0: "f32[16, 16]", w1: "f32[16, 16]"):
 """
 
 
-def split(source=MOE, keep="eager", table=None, chunk=None, weighable=frozenset(), paths=None):
+def split(source=MOE, keep="eager", table=None, chunk=None, weighable=frozenset(), paths=None, joined=False):
     """(StepGraphs, context) of a region on two ranks, which may say that it is one of several chunks. paths: {an op's
     name: the module that its nodes come from}."""
     gm, mode = graph(source)
@@ -39,6 +40,9 @@ def split(source=MOE, keep="eager", table=None, chunk=None, weighable=frozenset(
     ctx.decisions.restoring, ctx.decisions.weighable = table or {}, {*weighable}
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
+    if joined:
+        ctx.has_kernel = lambda call: True
+        assert join_gates.run(gm, ctx).changes
     if chunk is not None:
         ctx.decisions.chunks = {0: chunk}
     return pipeline.differentiated(gm, ctx), ctx
@@ -60,6 +64,17 @@ def test_rows_of_a_region_are_classes_by_what_was_done_to_them():
     assert [inner.nbytes[way] / (24 * 4 * rows) for way in ("keep", "lean", "redo", "offload")] == [3, 2, 0, 2]
     assert [len(inner.again[way]) for way in ("keep", "lean", "offload")] == [0, 1, 1]
     assert found["0.T_DI"].nbytes["keep"] == 16 * 4 * rows
+
+
+@pytest.mark.parametrize(("way", "again"), [("eager", ["silu"]), ("lean", ["silu", "mul"])])
+def test_a_gated_activation_that_is_one_op_is_kept_and_done_again_as_before(way, again):
+    (plain, one), (joined, other) = (split(GATED, way, joined=joined) for joined in (False, True))
+    assert of_forward(plain) == again
+    assert of_forward(joined) == (["gated"] if "mul" in again else [])
+    assert len(plain.saved) == len(joined.saved)
+    found = ({each.name: {key: str(size) for key, size in each.nbytes.items()} for each in ctx.decisions.restorables}
+             for ctx in (one, other))  # fmt: skip
+    assert next(found) == next(found)
 
 
 def test_scores_that_could_be_inside_take_one_number_a_row():

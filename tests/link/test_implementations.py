@@ -34,7 +34,9 @@ def graph(x: "{dtype}[s0, {width}]", weight: "{dtype}[8, 24, {width}]", bias: "{
     wgrad = m.grouped_wgrad.default(rows, linear, counts, False)
     expert_rows = m.expert_rows.default(bias, counts, 16)
     combine = m.combine.default(linear, perm, 2, weights)
-    return (combine, wgrad, expert_rows)
+    gated = m.gated.default('swiglu', [x], False, None, None)
+    gated_backward = m.gated_backward.default(gated, 'swiglu', [x], False, None, None)
+    return (combine, wgrad, expert_rows, gated_backward[0])
 """
 
 
@@ -56,6 +58,7 @@ def installed(monkeypatch):
 
 
 ROWS = {f"kernels.{name}": f"triton_kernels.{name}" for name in ("route", "dispatch", "expert_rows", "combine")}
+ROWS |= {f"glu.{name}": f"triton_kernels.{name}" for name in ("gated", "gated_backward")}
 FINISHED = {"grouped.grouped_linear": "triton_kernels.finished_linear"}
 PRODUCTS = {f"grouped.{name}": f"triton_kernels.{name}" for name in ("grouped_linear", "grouped_wgrad")}
 
@@ -92,6 +95,18 @@ def test_without_triton_aten_runs_or_is_missed(monkeypatch):
             chosen(monkeypatch, "triton", "cuda")
     with pytest.raises(MoefxError, match="MOEFX_KERNELS is cutlass"):
         chosen(monkeypatch, "cutlass", "cuda")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("mode", "device", "wanted"), [
+    ("auto", "cpu", None), ("aten", "cuda", None), ("auto", "cuda", ["route", "dispatch", "expert_rows"]),
+])  # fmt: skip
+def test_passes_are_told_which_calls_have_kernels(monkeypatch, mode, device, wanted):
+    monkeypatch.setenv("MOEFX_KERNELS", mode)
+    has_kernel = implementations.chooser(device)
+    gm, _ = graph(CALLS.format(dtype="f32", width=16))
+    wanted = None if wanted is None else [*wanted, "combine", "gated", "gated_backward"]
+    assert wanted == (has_kernel and [lookup(node).name for node in gm.graph.nodes if has_kernel(node)])
 
 
 @needs_triton

@@ -1,0 +1,72 @@
+"""Whole models with all kernels, those of activations among them: outputs and gradients on one rank and on two."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from tests.support.models import Case, shallow
+from tests.support.ranks import one_rank
+from tests.support.scenarios import EP1, EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of
+from tests.support.sharing import run_sharing
+
+ESP2: Layout = ((1, 1, 2), ("dp", "ep", "esp"))
+MP2: Layout = ((2,), ("mp",))
+CHUNKED = {"chunks": 2}
+OSS, FUSED, APART = "gpt_oss-grouped_mm", "mixtral-grouped_mm", "loop-gated_shared"
+
+
+@pytest.fixture(autouse=True)
+def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEFX_KERNELS", "triton")
+
+
+def check(rank: int, world: int, layout: Layout, case: Case, steps: list[Step], options: dict[str, Any],
+          calls: tuple[int, int]) -> None:  # fmt: skip
+    """One step, in which forward and backward call activations so often; the backward's gradients are not counted."""
+    compiled = compiled_case(case, layout, partial(moefx.compile, **options))
+    with closing(compiled):
+        check_compiled(rank, layout, case, steps, compiled)
+        code = moefx.inspect(compiled).code
+    assert "aten.silu" not in "".join(code.values())
+    assert tuple(source.count(".gated(") for source in code.values()) == calls
+    assert code["backward"].count(".gated_backward(") == calls[0]
+
+
+@pytest.mark.parametrize(("name", "layout", "options", "calls"), [
+    (FUSED, EP1, {}, (1, 0)), (OSS, EP1, {}, (1, 0)), (OSS, EP2, {}, (1, 0)),
+    (APART, EP2, {}, (2, 0)),  # experts that are modules, and a shared one
+    ("gshard-swiglu", EP2, {}, (1, 0)),  # static blocks
+    ("qwen3_moe-frozen", EP2, {}, (1, 1)),  # checkpoints
+    (FUSED, EP2, {**CHUNKED, "keep": "lean"}, (2, 2)),
+    (FUSED, EP2, {**CHUNKED, "keep": "mpipemoe-s4"}, (2, 2)),
+    (FUSED, EP2, {**CHUNKED, "whole_blocks": True}, (2, 0)),
+    (OSS, ESP2, {"keep": "lean"}, (1, 1)),  # of every expert, a rank has parts of gates and ups
+    (FUSED, MP2, {}, (1, 0)),
+], ids=str)  # fmt: skip
+def test_models(name: str, layout: Layout, options: dict[str, Any], calls: tuple[int, int]) -> None:
+    case, world = shallow(name), 1 if layout == EP1 else 2
+    batches = 1 + max(reads(rank, layout) for rank in range(world))
+    run_sharing(world, check, layout, case, steps_of(case, [[(2, 8)] * batches]), options, calls)
+
+
+def test_rows_of_bfloat16_stay_that() -> None:
+    """Eager rounds after every op, a kernel once."""
+    case = shallow(FUSED)
+    eager, batch = case.build().bfloat16(), case.batch(0)
+    meant = eager(**batch).loss
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(case.build().bfloat16(), mesh)) as compiled:
+            found = compiled(**batch).loss
+            found.backward()
+            code = moefx.inspect(compiled).code["forward"]
+    assert re.search(r"\.gated\(.*# bf16\[", code)
+    torch.testing.assert_close(found, meant, rtol=1e-2, atol=1e-2)
