@@ -37,7 +37,7 @@ def rooms_of_ops() -> Iterator[ModuleType]:
 
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.vocabulary, ops.placement, ops.weights, ops.activations,
-         *rooms_of_ops())  # fmt: skip
+         ops.expert_layers, *rooms_of_ops())  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 _HEAD = """# Map
 

@@ -45,6 +45,7 @@ from moefx.passes import (
     group_keys,
     hoist_split,
     join_blocks,
+    join_expert_layers,
     join_gates,
     join_slices,
     keep_rows_cut,
@@ -145,6 +146,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
     Pass("group-keys", group_keys.run, Level.PLACED, Level.PLACED, optional=True),
     Pass("join-gates", join_gates.run, Level.PLACED, Level.PLACED, optional=True),
+    Pass("join-expert-layers", join_expert_layers.run, Level.PLACED, Level.PLACED, optional=True),
 )
 # Parts of differentiate, on the joint graph. Those of rooms behind "partition" are its last ones, and take the step.
 JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)

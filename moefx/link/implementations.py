@@ -143,6 +143,9 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType({
     f"{_MEANT}.kernels.expert_rows_backward": (Form(f"{_MADE}.expert_rows_backward", _per_slot("grad")),),
     f"{_MEANT}.glu.gated": (Form(f"{_MADE}.gated", _has_narrow_halves),),
     f"{_MEANT}.glu.gated_backward": (Form(f"{_MADE}.gated_backward", _has_narrow_halves),),
+    f"{_MEANT}.expert_layer.expert_layer": (Form(f"{_MADE}.expert_layer", _per_slot("x"), ("triton",)),),
+    f"{_MEANT}.expert_layer.expert_layer_backward": (
+        Form(f"{_MADE}.expert_layer_backward", _per_slot("x"), ("triton",)),),
     # torch has one for bfloat16 alone; of float16 it would read the counts on the host, product by product.
     f"{_MEANT}.grouped.grouped_linear": (
         Form(f"{_MADE}.grouped_linear", _product(*_FLOATS), ("triton",)),

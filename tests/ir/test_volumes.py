@@ -14,7 +14,7 @@ from tests.support.volumes import at, check_volume
 EVERY = """
 def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32[8, 16]", up: "f32[2, 24, 16]",
           bias: "f32[2, 24]", stacked: "f32[8, 24, 16]", static: "f32[8, s1, 16]", table: "i64[8, 1]",
-          moves: "i64[8, 4]", old: "f32[8]", new: "f32[8]", capacity: "s1"):
+          twelve: "f32[2, 16, 12]", moves: "i64[8, 4]", old: "f32[8]", new: "f32[8]", capacity: "s1"):
     use_gate = materialize(gate, 'identity', 'ep', 0.25, 3)
     mine = expert_parameter(stacked, 0)
     both = stack([up, up])
@@ -52,6 +52,9 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     acted = m.gated.default('swiglu', [hidden], False, None, None)
     unacted = m.gated_backward.default(acted, 'swiglu', [hidden], False, None, None)
     clamped = m.gated.default('clamped', [hidden, shifted], False, 7.0, 1.7)
+    layer = m.expert_layer.default('swiglu', x, weights, up, twelve, perm, slots, False, None, None)
+    unlayer = m.expert_layer_backward.default(x, 'swiglu', x, weights, up, twelve, perm, slots, layer[1], False,
+                                              None, None)
     spread = m.expert_rows.default(bias, slots, received)
     gathered = m.expert_rows_backward.default(hidden, slots)
     sizes = m.exchange_sizes.default(capacity, 4, 'ep')
@@ -215,6 +218,8 @@ def test_half_the_bytes_in_half_the_precision(nodes):
     ("spread", 0, F32 * (2 * 24 + R * 24) + I64 * 2),
     ("acted", 0, F32 * R * (24 + 12)),
     ("unacted", 0, F32 * R * (12 + 24 + 24)),
+    ("layer", 6 * 2 * T * 12 * 16, F32 * (T * 16 + 2 * T + 2 * (24 + 12) * 16 + 4 * T * (16 + 12) + T * 16 + 2 * T * 24)
+     + I64 * (2 * T + 2)),
     ("clamped", 0, F32 * R * 3 * 24),
     ("host", 0, 4 * 8 * I64),
     ("coded", None, F32 * 2 * T * 16 + 2 * T * (16 + F32)),  # int8 and a float as scale, per row

@@ -1,4 +1,4 @@
-"""Whole models with all kernels, those of activations among them: outputs and gradients on one rank and on two."""
+"""Whole models with all kernels, those of activations and of whole layers among them: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from tests.support.models import Case, shallow
+from tests.support.models import CASES, Case, shallow
 from tests.support.ranks import one_rank
 from tests.support.scenarios import EP1, EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of
 from tests.support.sharing import run_sharing
 
 ESP2: Layout = ((1, 1, 2), ("dp", "ep", "esp"))
+DP2: Layout = ((2, 1), ("dp", "ep"))
 MP2: Layout = ((2,), ("mp",))
 CHUNKED = {"chunks": 2}
 OSS, FUSED, APART = "gpt_oss-grouped_mm", "mixtral-grouped_mm", "loop-gated_shared"
@@ -41,7 +42,7 @@ def check(rank: int, world: int, layout: Layout, case: Case, steps: list[Step], 
 
 
 @pytest.mark.parametrize(("name", "layout", "options", "calls"), [
-    (FUSED, EP1, {}, (1, 0)), (OSS, EP1, {}, (1, 0)), (OSS, EP2, {}, (1, 0)),
+    (FUSED, EP1, {"keep": "lean"}, (1, 1)), (OSS, EP1, {}, (1, 0)), (OSS, EP2, {}, (1, 0)),
     (APART, EP2, {}, (2, 0)),  # experts that are modules, and a shared one
     ("gshard-swiglu", EP2, {}, (1, 0)),  # static blocks
     ("qwen3_moe-frozen", EP2, {}, (1, 1)),  # checkpoints
@@ -57,6 +58,21 @@ def test_models(name: str, layout: Layout, options: dict[str, Any], calls: tuple
     run_sharing(world, check, layout, case, steps_of(case, [[(2, 8)] * batches]), options, calls)
 
 
+def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[Step]) -> None:
+    compiled = compiled_case(case, layout)
+    with closing(compiled):
+        check_compiled(rank, layout, case, steps, compiled)
+        code = moefx.inspect(compiled).code
+    assert code["forward"].count(".expert_layer(") == code["backward"].count(".expert_layer_backward(") == 2
+    assert "dispatch(" not in code["forward"]
+
+
+@pytest.mark.parametrize("layout", [EP1, DP2], ids=str)
+def test_whole_layers_where_experts_are_at_home(layout: Layout) -> None:
+    case, world = CASES["qwen3_moe-grouped_mm"], layout[0][0]
+    run_sharing(world, check_layers, layout, case, steps_of(case, [[(2, 8), (2, 6)][:world], [(1, 9)] * world]))
+
+
 def test_rows_of_bfloat16_stay_that() -> None:
     """Eager rounds after every op, a kernel once."""
     case = shallow(FUSED)
@@ -68,5 +84,5 @@ def test_rows_of_bfloat16_stay_that() -> None:
             found = compiled(**batch).loss
             found.backward()
             code = moefx.inspect(compiled).code["forward"]
-    assert re.search(r"\.gated\(.*# bf16\[", code)
+    assert re.search(r"\.expert_layer\(.*# \(f32\[.*bf16\[", code)  # scores are in single precision
     torch.testing.assert_close(found, meant, rtol=1e-2, atol=1e-2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefx.runtime import glu, grouped, kernels
+from moefx.runtime import expert_layer, glu, grouped, kernels
 from tests.kernels.cases import DEVICE, HAS_TRITON, Case, assert_near, cases, wide
 
 matmul, layer = (importlib.import_module(f"moefx.runtime.triton_kernels.{name}") if HAS_TRITON else None
@@ -95,6 +95,29 @@ def test_layer(case: Case, inner: int, kind: glu.Glu) -> None:
     mine = layer.backward(grad, x, weights, counts, gate_up, down, kind, kept)
     for one, other, of in zip(mine, gradients, exact, strict=True):
         assert_near(one, torch.zeros_like(of) if other is None else other, roundings=2 * roundings)
+
+
+@SETTINGS
+@given(cases(widths=(16, 40)), st.booleans())
+def test_layer_as_programs_call_it(case: Case, single: bool) -> None:
+    """Scores may be in single precision where rows are not; then the sum over choices is."""
+    perm, counts = case.routing
+    x, grad, weights = case.draw(case.T, case.D), case.draw(case.T, case.D), case.draw(case.T, case.K).contiguous()
+    weights = weights.float() if single else weights
+    given = x, weights, 0.2 * case.draw(case.E, 16, case.D), 0.2 * case.draw(case.E, case.D, 8)
+    how, roundings = {"interleaved": True, "limit": 0.7, "alpha": 1.5}, 32 if case.dtype == torch.float32 else 8
+    out, gates = layer.expert_layer(*given, perm, counts, "clamped", **how)
+    assert out.dtype == (torch.float32 if single else case.dtype)
+    exact = tuple(map(wide, given))
+    meant, of_gates = expert_layer.expert_layer(*exact, perm, counts, "clamped", **how)
+    for one, other in ((out.to(case.dtype), meant), (gates, of_gates)):
+        assert_near(one, other, roundings=roundings)
+    grad = grad.to(out.dtype)
+    mine = layer.expert_layer_backward(grad, *given, perm, counts, gates, "clamped", **how)
+    wanted = expert_layer.expert_layer_backward(wide(grad), *exact, perm, counts, wide(gates), "clamped", **how)
+    for one, other, of in zip(mine, wanted, given, strict=True):
+        assert one.dtype == of.dtype
+        assert_near(one.to(case.dtype), other, roundings=roundings)
 
 
 def test_meaning_runs_where_no_kernel_can(monkeypatch) -> None:

@@ -25,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 CALLS = """
 def graph(x: "{dtype}[s0, {width}]", weight: "{dtype}[8, 24, {width}]", bias: "{dtype}[8, 24]",
-          weights: "{dtype}[s0, 2]", idx: "i64[s0, 2]"):
+          down: "{dtype}[8, {width}, 12]", weights: "{dtype}[s0, 2]", idx: "i64[s0, 2]"):
     route = m.route.default(idx, 8)
     perm = route[0]
     counts = route[1]
@@ -36,7 +36,10 @@ def graph(x: "{dtype}[s0, {width}]", weight: "{dtype}[8, 24, {width}]", bias: "{
     combine = m.combine.default(linear, perm, 2, weights)
     gated = m.gated.default('swiglu', [x], False, None, None)
     gated_backward = m.gated_backward.default(gated, 'swiglu', [x], False, None, None)
-    return (combine, wgrad, expert_rows, gated_backward[0])
+    layer = m.expert_layer.default('swiglu', x, weights, weight, down, perm, counts, False, None, None)
+    layer_backward = m.expert_layer_backward.default(x, 'swiglu', x, weights, weight, down, perm, counts, layer[1],
+                                                     False, None, None)
+    return (combine, wgrad, expert_rows, gated_backward[0], layer_backward[0])
 """
 
 
@@ -61,6 +64,7 @@ ROWS = {f"kernels.{name}": f"triton_kernels.{name}" for name in ("route", "dispa
 ROWS |= {f"glu.{name}": f"triton_kernels.{name}" for name in ("gated", "gated_backward")}
 FINISHED = {"grouped.grouped_linear": "triton_kernels.finished_linear"}
 PRODUCTS = {f"grouped.{name}": f"triton_kernels.{name}" for name in ("grouped_linear", "grouped_wgrad")}
+LAYERS = {f"expert_layer.{name}": f"triton_kernels.{name}" for name in ("expert_layer", "expert_layer_backward")}
 
 
 @pytest.mark.parametrize(
@@ -72,8 +76,8 @@ PRODUCTS = {f"grouped.{name}": f"triton_kernels.{name}" for name in ("grouped_li
         ("auto", "cuda", "f16", ROWS | PRODUCTS),
         ("auto", "cuda", "f32", ROWS),
         ("auto", "cuda", "f64", {"kernels.route": "triton_kernels.route"}),
-        ("triton", "cuda", "bf16", ROWS | PRODUCTS),
-        ("triton", "cpu", "f32", ROWS | PRODUCTS),
+        ("triton", "cuda", "bf16", ROWS | PRODUCTS | LAYERS),
+        ("triton", "cpu", "f32", ROWS | PRODUCTS | LAYERS),
         ("aten", "cuda", "bf16", {}),
     ],
 )

@@ -5,6 +5,7 @@ from moefx.ir.ops import (
     copies,
     dense,
     exchange,
+    expert_layers,
     experts,
     gathers,
     layers,
@@ -21,6 +22,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["activations", "copies", "dense", "exchange", "experts", "gathers", "layers", "materialize", "order",
-           "parameters", "placement", "regions", "routing", "sharding", "shares", "transport",
+__all__ = ["activations", "copies", "dense", "exchange", "expert_layers", "experts", "gathers", "layers", "materialize",
+           "order", "parameters", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip

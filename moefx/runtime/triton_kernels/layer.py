@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefx.runtime.glu import Glu
+from moefx.runtime import expert_layer as meaning
+from moefx.runtime.glu import Glu, kind_of
 from moefx.runtime.triton_kernels.activations import glu_backward
+from moefx.runtime.triton_kernels.launch import or_else
 from moefx.runtime.triton_kernels.matmul import Tiles, product, weight_gradient
 from moefx.runtime.triton_kernels.rows import collect, places_of
 
@@ -43,9 +45,7 @@ def forward(
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """x [T, D], weights [T, K], perm [T*K] and counts [S] of `kernels.route`, gate_up [S, 2H, D], down [S, D, H] ->
     [T, D] and what `backward` takes. Dropped pairs give nothing."""
-    source = (perm // weights.shape[1]).to(torch.int32)
-    scale = weights.reshape(-1).index_select(0, perm).float()
-    places = places_of(perm)
+    source, places, scale = _moves(weights, perm)
     gates, hidden = product(x, gate_up.transpose(1, 2), counts, num_rows=perm.numel(), source=source, kind=kind,
                             tiles=ways.forward)  # fmt: skip
     rows = product(hidden, down.transpose(1, 2), counts, scale=scale, tiles=ways.forward)
@@ -67,3 +67,31 @@ def backward(
     grad_gate_up = weight_gradient(grad_gates, x, counts, right_source=kept.source, tiles=ways.weights)
     grad_weights = grad_scale.index_select(0, kept.places).view(weights.shape).to(weights.dtype)
     return grad_x, grad_weights, grad_gate_up, grad_down
+
+
+@or_else(meaning.expert_layer)
+def expert_layer(
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, perm: Tensor, counts: Tensor, name: str, *,
+    interleaved: bool = False, limit: float | None = None, alpha: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `runtime.expert_layer.expert_layer` gives, as programs call it."""
+    out, kept = forward(x, weights, perm, counts, gate_up, down, kind_of(name, interleaved, limit, alpha))
+    return out.to(torch.promote_types(x.dtype, weights.dtype)), kept.gates
+
+
+@or_else(meaning.expert_layer_backward)
+def expert_layer_backward(
+    grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, perm: Tensor, counts: Tensor,
+    gates: Tensor, name: str, *, interleaved: bool = False, limit: float | None = None, alpha: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `runtime.expert_layer.expert_layer_backward` gives. What says where rows go is worked out again: it is four
+    numbers a row."""
+    kind = kind_of(name, interleaved, limit, alpha)
+    kept = Kept(gates, *_moves(weights, perm))
+    return backward(grad.to(x.dtype), x, weights, counts, gate_up, down, kind, kept)
+
+
+def _moves(weights: Tensor, perm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`source`, `places` and `scale` of `Kept`."""
+    scale = weights.reshape(-1).index_select(0, perm).float()
+    return (perm // weights.shape[1]).to(torch.int32), places_of(perm), scale
