@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
 _OF_INPUTS = ("param", "inputs", "index")  # arguments that are numbers of the program's inputs
-LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner")
+LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner",
+                "is_fixed")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,8 @@ class RuntimeCall:
     Written as Python, "moefx.runtime.kernels.dispatch(x, perm, k)". Words are the op's arguments, or what the linker
     knows: `session`, `step_state`, `region` (the module's name), `input_name` (of the input with the number `param`),
     `input_names` (of those with the numbers `inputs`), `is_owned` (whether the first argument's memory is nobody
-    else's), `are_inputs` (whether the first argument is a list of the program's inputs). What is None is left out where
-    it has a name.
+    else's), `are_inputs` (whether the first argument is a list of the program's inputs), `is_fixed` (True if it is a
+    number of the program, else None). What is None is left out where it has a name.
     """
 
     function: str
@@ -206,8 +207,7 @@ class OpDef:
     tokens: what it does to a routing and its rows. dims: what becomes of every dim of its tensors, see `ir.fates`, None
         if nobody knows. per_token: the arguments that have one entry per token. along: what it makes along its axis of
         what ranks have in common, None if it treats all axes alike.
-    again: whether the backward may compute it again; choices and sizes must not differ from the forward's. lean: it is
-        done again wherever elementwise ops are, since it costs no more.
+    again: whether the backward may compute it again: not choices and sizes. lean: as readily as elementwise ops.
     of_user: it stands for an op that the user wrote. rounds: it loses digits.
     drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py.
     gemm: the shape of its product.

@@ -106,6 +106,8 @@ class Linker:
             return is_owned(call.args[0], node)
         if word == "are_inputs":
             return all(each.op == "placeholder" and "moefx" in each.meta for each in call.args[0])
+        if word == "is_fixed":
+            return isinstance(call.args[0], int) or None
         if word == "learner":
             return self.learners.get(regions.region_of(node))
         return {"session": self.session, "step_state": self.step}[word]

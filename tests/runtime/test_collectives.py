@@ -108,6 +108,7 @@ def check_capacity(session: Session, capacities: Sequence[int]) -> None:
     E = n * S
     capacities = tuple(capacities[:n])
     assert c.exchange_sizes_start(session, Step(), capacities[me], axis="ep").wait() == capacities
+    assert c.exchange_sizes_start(session, Step(), 5, axis="ep", fixed=True).wait() == (5,) * n
 
     def of(rank: int) -> Tensor:
         return (

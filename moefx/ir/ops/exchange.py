@@ -272,7 +272,7 @@ define(
 _count(
     _ops.exchange_sizes.default, "V", "I",
     tokens=Tokens(gives="capacities", rule="capacities"),  # region: the first of those that share the capacity
-    runtime=f"{_runtime}.exchange_sizes_start(session, step_state, size, axis=axis, region=region)",
+    runtime=f"{_runtime}.exchange_sizes_start(session, step_state, size, axis=axis, region=region, fixed=is_fixed)",
 )  # fmt: skip
 _size(
     _ops.total_size.default, volume=lambda node: Volume(), tokens=Tokens({"sizes": "capacities"}, "capacity sum"),
