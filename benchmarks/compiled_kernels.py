@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 from moefx.runtime import triton_kernels as kernels  # noqa: E402
 from moefx.runtime.glu import Glu  # noqa: E402
-from moefx.runtime.triton_kernels import launch, layer  # noqa: E402
+from moefx.runtime.triton_kernels import codecs, launch, layer  # noqa: E402
 
 T, K, D, E, H = (1, 1, 8, 1, 8) if "--one" in sys.argv else (32768, 8, 2048, 128, 768)
 N = T * K
@@ -78,6 +78,7 @@ class Code:
 
 
 ROWS, GATES, HIDDEN, TOKENS = 2 * N * D, 4 * N * H, 2 * N * H, 2 * T * D  # bytes
+CODED = N * (D + 4)
 WEIGHTS, PERM, PLACES = 6 * E * H * D, 8 * N, 4 * N
 SWIGLU, GPT_OSS = Glu(), Glu("clamped", interleaved=True)
 
@@ -108,6 +109,10 @@ CASES = [
     Case("glu_backward", lambda t: kernels.glu_backward(t["hidden"], t["gates"], SWIGLU, t["counts"], t["scale"]),
          2 * GATES + 2 * HIDDEN, 2 * GATES + 2 * HIDDEN, 3 * GATES + 8 * HIDDEN,
          "with the gradient of the weights and the scaled result"),
+    *(Case(f"encode {name}", lambda t, name=name: kernels.encode(t["rows"], name), ROWS + CODED, ROWS + CODED,
+           57 * N * D - (name != "int8") * 8 * N * D, "rows once, bytes and units once") for name in codecs.KINDS),
+    *(Case(f"decode {name}", lambda t, name=name: kernels.decode(t["coded"], name, D, t["rows"].dtype), ROWS + CODED,
+           ROWS + CODED, 27 * N * D, "bytes and units once, rows once") for name in codecs.KINDS),
     Case("grouped_linear", lambda t: kernels.grouped_linear(t["rows"], t["gate_up"], t["counts"]),
          ROWS + GATES + 2 * WEIGHTS // 3, ROWS + GATES + 2 * WEIGHTS // 3, ROWS + 3 * GATES + 2 * WEIGHTS // 3,
          "if what a tile reads again comes from the L2 cache"),
@@ -136,6 +141,7 @@ def tensors(kind: torch.dtype) -> dict[str, torch.Tensor]:
         "idx": empty(T, K, dtype=torch.int64), "perm": empty(N, dtype=torch.int64), "x": empty(T, D),
         "counts": empty(E, dtype=torch.int64), "rows": empty(N, D), "weights": empty(T, K), "bias": empty(E, D),
         "gates": empty(N, 2 * H), "hidden": empty(N, H), "scale": empty(N, dtype=torch.float32),
+        "coded": empty(N, D + 4, dtype=torch.uint8),
         "source": empty(N, dtype=torch.int32), "gate_up": empty(E, 2 * H, D), "down": empty(E, D, H),
     }  # fmt: skip
 
@@ -175,7 +181,8 @@ def compiled(kernel: Any, args: dict[str, Any], options: dict[str, Any], target:
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",
+         torch.uint8: "u8"}  # fmt: skip
 
 
 def tool(name: str) -> str:

@@ -28,6 +28,7 @@ from moefx.runtime import glu, grouped, kernels
 from moefx.runtime import triton_kernels as fused
 from moefx.runtime.triton_kernels import layer, matmul
 from moefx.runtime.triton_kernels.matmul import Tiles
+from moefx.transport import codecs
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -35,6 +36,7 @@ HALF = torch.bfloat16
 T, K, D, E, H = (32768, 8, 2048, 128, 768) if ON_GPU else (64, 2, 32, 4, 16)
 N = T * K
 SWIGLU = glu.Glu()
+CODED = ("int8", "fp8-e4m3", "fp8-e5m2")
 TRIED = (
     matmul.HOPPER, matmul.AMPERE, Tiles(128, 256, 64, 8, 4), Tiles(128, 128, 64, 4, 4), Tiles(256, 128, 64, 8, 3),
     Tiles(64, 256, 64, 4, 4), Tiles(128, 256, 64, 8, 3, group=16),
@@ -102,6 +104,7 @@ def calls(t: dict[str, Tensor], k: int) -> dict[str, tuple[Callable, Callable, f
     gates, hidden, pairs = size * t["gates"].numel(), size * t["hidden"].numel(), 8 * t["perm"].numel()
     experts, perm, counts = len(t["counts"]), t["perm"], t["counts"]
     w, x, r = t["weights"], t["x"], t["rows"]
+    coded = r.numel() + 4 * len(r)
 
     def both(name: str, *args: Any, least: float, meaning: Any = kernels, **more: Any) -> tuple:
         return partial(getattr(fused, name), *args, **more), partial(getattr(meaning, name), *args, **more), least
@@ -122,6 +125,9 @@ def calls(t: dict[str, Tensor], k: int) -> dict[str, tuple[Callable, Callable, f
                                least=gates + hidden) for name in glu.NAMES},
         "glu_backward": both("glu_backward", t["hidden"], t["gates"], SWIGLU, counts, t["scale"], meaning=glu,
                              least=2 * gates + 2 * hidden),
+        **{f"encode {name}": both("encode", r, name, meaning=codecs, least=rows + coded) for name in CODED},
+        **{f"decode {name}": both("decode", codecs.encode(r, name), name, r.shape[1], r.dtype, meaning=codecs,
+                                  least=rows + coded) for name in CODED},
     }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from moefx.ir.op import argument, lookup, value
 MODES = ("auto", "triton", "aten")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 1 << 16  # elements of a row; wider ones would unroll without end
+_CODED = ("int8", "fp8-e4m3", "fp8-e5m2")  # codecs of one byte an entry; a cast to bfloat16 is one pass anyhow
 _MOST_SLOTS = 1 << 12  # of which every program of a kernel reads all counts
 
 
@@ -112,6 +113,12 @@ def _has_narrow_halves(call: Node) -> bool:
                for each in found)  # fmt: skip
 
 
+def _is_coded(call: Node) -> bool:
+    """Whether kernels take the rows that become bytes, or are made of them."""
+    rows = call if "payload" in {each.name for each in call.target._schema.arguments} else argument(call, "rows")
+    return argument(call, "codec") in _CODED and _is_row(value(rows))
+
+
 def _few_slots(call: Node) -> bool:
     return value(argument(call, "counts")).shape[0] <= _MOST_SLOTS
 
@@ -146,6 +153,8 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType({
     f"{_MEANT}.expert_layer.expert_layer": (Form(f"{_MADE}.expert_layer", _per_slot("x"), ("triton",)),),
     f"{_MEANT}.expert_layer.expert_layer_backward": (
         Form(f"{_MADE}.expert_layer_backward", _per_slot("x"), ("triton",)),),
+    "moefx.transport.codecs.encode": (Form(f"{_MADE}.encode", _is_coded),),
+    "moefx.transport.codecs.decode": (Form(f"{_MADE}.decode", _is_coded),),
     # torch has one for bfloat16 alone; of float16 it would read the counts on the host, product by product.
     f"{_MEANT}.grouped.grouped_linear": (
         Form(f"{_MADE}.grouped_linear", _product(*_FLOATS), ("triton",)),

@@ -13,7 +13,8 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks/compiled_kernels.py"
 NAMES = ("route", "dispatch", "dispatch_padded", "combine", "combine_backward", "expert_rows", "expert_rows_backward",
          "finish_rows", "glu", "glu_clamped", "glu_backward", "grouped_linear", "grouped_wgrad", "layer forward",
-         "layer backward")  # fmt: skip
+         "layer backward",
+         *(f"{way} {codec}" for way in ("encode", "decode") for codec in ("int8", "fp8-e4m3", "fp8-e5m2")))  # fmt: skip
 
 
 def compiled(tmp_path: Path, *more: str) -> list[dict]:
@@ -31,6 +32,11 @@ def check(found: list[dict]) -> None:
         if each["kernel"] in ("gather_sum", "gather_sum_backward", "spread", "activate", "activate_backward"):
             assert each["loads"]["16"] > 0
             assert each["stores"]["16"] > 0
+        if each["kernel"] == "to_bytes":  # rows of bytes lie 2052 apart, so 4 bytes are the most
+            assert each["loads"].keys() == {"16"}
+            assert each["stores"]["4"] > each["stores"]["1"]
+        if each["kernel"] == "from_bytes":
+            assert (each["loads"].keys(), each["stores"].keys()) == ({"4"}, {"16"})
         if each["kernel"] in ("linear", "wgrad"):
             assert each["tensor_cores"] > 0
             assert each["stores"].keys() == {"16"}
@@ -38,9 +44,10 @@ def check(found: list[dict]) -> None:
             assert "2" not in each["loads"]
 
 
-def test_two_functions_for_hopper(tmp_path):
-    found = compiled(tmp_path, "--only", "combine", "grouped_linear", "--targets", "90")
-    assert {each["kernel"] for each in found} == {"invert", "gather_sum", "map_tiles", "linear"}
+def test_some_functions_for_hopper(tmp_path):
+    found = compiled(tmp_path, "--only", "combine", "grouped_linear", "encode int8", "decode int8", "--targets", "90")
+    kernels = {"invert", "gather_sum", "map_tiles", "linear", "to_bytes", "from_bytes"}
+    assert {each["kernel"] for each in found} == kernels
     check(found)
 
 

@@ -73,6 +73,23 @@ def test_whole_layers_where_experts_are_at_home(layout: Layout) -> None:
     run_sharing(world, check_layers, layout, case, steps_of(case, [[(2, 8), (2, 6)][:world], [(1, 9)] * world]))
 
 
+def coded(rank: int, world: int, case: Case, batch: dict[str, Any], meant: torch.Tensor) -> None:
+    compiled = compiled_case(case, EP2, partial(moefx.compile, codec="fp8-e4m3"))
+    with closing(compiled):
+        found = compiled(**batch).loss
+        found.backward()
+        code = "".join(moefx.inspect(compiled).code.values())
+    torch.testing.assert_close(found, meant, rtol=1e-2, atol=1e-2)
+    for name in ("encode", "decode"):
+        assert code.count(f"triton_kernels.codecs.{name}(") == code.count(f".{name}(") == 4
+
+
+def test_rows_that_travel_in_bytes() -> None:
+    case = shallow(FUSED)
+    eager, batch = case.build(), case.batch(0)
+    run_sharing(2, coded, case, batch, eager(**batch).loss.detach())
+
+
 def test_rows_of_bfloat16_stay_that() -> None:
     """Eager rounds after every op, a kernel once."""
     case = shallow(FUSED)

@@ -39,8 +39,15 @@ def graph(x: "{dtype}[s0, {width}]", weight: "{dtype}[8, 24, {width}]", bias: "{
     layer = m.expert_layer.default('swiglu', x, weights, weight, down, perm, counts, False, None, None)
     layer_backward = m.expert_layer_backward.default(x, 'swiglu', x, weights, weight, down, perm, counts, layer[1],
                                                      False, None, None)
-    return (combine, wgrad, expert_rows, gated_backward[0], layer_backward[0])
+    encode = m.encode.default(rows, 'int8')
+    decode = m.decode.default(encode, 'int8', {number}, torch.{long})
+    return (combine, decode, wgrad, expert_rows, gated_backward[0], layer_backward[0])
 """
+
+
+def calls(dtype: str, width: int | str) -> str:
+    long = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}[dtype]
+    return CALLS.format(dtype=dtype, width=width, long=long, number=width if isinstance(width, int) else "x.size(1)")
 
 
 def chosen(monkeypatch, mode: str | None, device: str, dtype: str = "bf16", width: int | str = 16) -> dict[str, str]:
@@ -48,10 +55,10 @@ def chosen(monkeypatch, mode: str | None, device: str, dtype: str = "bf16", widt
     monkeypatch.delenv("MOEFX_KERNELS", raising=False)
     if mode is not None:
         monkeypatch.setenv("MOEFX_KERNELS", mode)
-    gm, _ = graph(CALLS.format(dtype=dtype, width=width))
-    calls = {lookup(node).runtime.function: node for node in gm.graph.nodes if lookup(node) is not None}
-    found = {name: implementations.choose(name, node, device) for name, node in calls.items()}
-    return {name.removeprefix("moefx.runtime."): path.removeprefix("moefx.runtime.")
+    gm, _ = graph(calls(dtype, width))
+    found = {lookup(node).runtime.function: node for node in gm.graph.nodes if lookup(node) is not None}
+    found = {name: implementations.choose(name, node, device) for name, node in found.items()}
+    return {name.removeprefix("moefx.").removeprefix("runtime."): path.removeprefix("moefx.runtime.")
             for name, path in found.items() if path != name}  # fmt: skip
 
 
@@ -61,6 +68,7 @@ def installed(monkeypatch):
 
 
 ROWS = {f"kernels.{name}": f"triton_kernels.{name}" for name in ("route", "dispatch", "expert_rows", "combine")}
+ROWS |= {f"transport.codecs.{name}": f"triton_kernels.{name}" for name in ("encode", "decode")}
 ROWS |= {f"glu.{name}": f"triton_kernels.{name}" for name in ("gated", "gated_backward")}
 FINISHED = {"grouped.grouped_linear": "triton_kernels.finished_linear"}
 PRODUCTS = {f"grouped.{name}": f"triton_kernels.{name}" for name in ("grouped_linear", "grouped_wgrad")}
@@ -87,6 +95,15 @@ def test_choices_follow_device_dtype_and_mode(monkeypatch, mode, device, dtype, 
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("codec", ["bf16", "zfp"])
+def test_codecs_without_a_kernel_stay_with_aten(monkeypatch, codec):
+    monkeypatch.setenv("MOEFX_KERNELS", "auto")
+    gm, _ = graph(f'def graph(x: "f32[s0, 16]"):\n    y = m.encode.default(x, {codec!r})\n    return (y,)\n')
+    has_kernel = implementations.chooser("cuda")
+    assert not any(map(has_kernel, gm.graph.nodes))
+
+
+@pytest.mark.usefixtures("installed")
 def test_rows_of_unknown_or_enormous_width_stay_with_aten(monkeypatch):
     assert "kernels.dispatch" not in chosen(monkeypatch, "auto", "cuda", width="s1")
     assert "kernels.dispatch" not in chosen(monkeypatch, "auto", "cuda", width=1 << 17)
@@ -108,8 +125,8 @@ def test_without_triton_aten_runs_or_is_missed(monkeypatch):
 def test_passes_are_told_which_calls_have_kernels(monkeypatch, mode, device, wanted):
     monkeypatch.setenv("MOEFX_KERNELS", mode)
     has_kernel = implementations.chooser(device)
-    gm, _ = graph(CALLS.format(dtype="f32", width=16))
-    wanted = None if wanted is None else [*wanted, "combine", "gated", "gated_backward"]
+    gm, _ = graph(calls("f32", 16))
+    wanted = None if wanted is None else [*wanted, "combine", "gated", "gated_backward", "encode", "decode"]
     assert wanted == (has_kernel and [lookup(node).name for node in gm.graph.nodes if has_kernel(node)])
 
 
