@@ -39,6 +39,7 @@ from moefx.ir.read import example_inputs, read
 from moefx.ir.regions import TABLES
 from moefx.ir.text import DTYPES, text
 from moefx.layout import Layout
+from moefx.link import implementations
 from moefx.options import NAMED, Options
 from moefx.options.declare import literal
 from moefx.placement.tables import contiguous, homes_only
@@ -65,6 +66,7 @@ def load(path: str | Path, sizes: Mapping[str, int] | None = None) -> Loaded:
     sizes = {**header.sizes, **(sizes or {})}
     autocast = tuple((device, getattr(torch, dtype.removeprefix("torch."))) for device, dtype in header.autocast)
     ctx = PassContext(header.mesh, Options.named(verify=1), None, autocast, header.grad)
+    ctx.has_kernel = implementations.chooser("cpu")
     ctx.decisions.num_user_outputs = header.users
     trained = frozenset(name for name, (_, _, trained) in header.inputs.items() if trained)
     with tracing_modes(ctx):
