@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from tests.support.models import CASES, Case, shallow
-from tests.support.ranks import one_rank
+from tests.support.ranks import fake_world, one_rank
 from tests.support.scenarios import EP1, EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of
 from tests.support.sharing import run_sharing
 
@@ -71,6 +71,24 @@ def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[
 def test_whole_layers_where_experts_are_at_home(layout: Layout) -> None:
     case, world = CASES["qwen3_moe-grouped_mm"], layout[0][0]
     run_sharing(world, check_layers, layout, case, steps_of(case, [[(2, 8), (2, 6)][:world], [(1, 9)] * world]))
+
+
+def test_with_a_machine_the_planner_has_the_same_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is so short that rows are redone and others wait on the host; a whole layer as one op would hide these."""
+    case, found = shallow(FUSED), []
+    how = {"machine": "emulated-200mbit", "keep": "auto", "memory_limit": 1.2e5}
+    for mode in ("aten", "triton"):
+        monkeypatch.setenv("MOEFX_KERNELS", mode)
+        with fake_world(1):
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+            with closing(moefx.compile(case.build(), mesh, **how)) as compiled:
+                compiled.prepare(**case.batch(0))
+                classes = moefx.explain(compiled).to_dict()["programs"][0]["classes"]
+                code = moefx.inspect(compiled).code["backward"]
+        found.append({each["name"]: (each["ways"], each["nbytes"]) for each in classes})
+    assert ".gated(" in code
+    assert found[0] == found[1]
+    assert {way for ways, _ in found[1].values() for way in ways} == {"keep", "redo", "offload"}
 
 
 def coded(rank: int, world: int, case: Case, batch: dict[str, Any], meant: torch.Tensor) -> None:
