@@ -30,7 +30,7 @@ LABELS_PER_SECOND = 10_000  # of the Pareto search
 CP_SAT_PER_SECOND = 0.25  # of CP-SAT's deterministic seconds
 PERTURBATIONS = 300
 LABELS = 5_000  # of the heuristic
-LEAST_BEAM = 10  # labels a level; a narrower beam finds nothing, and windows of several layers have other ways
+BEAM_TASKS = 250  # of a larger window a beam is too narrow to find anything
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def optsche(graph: TaskGraph, budget_s: float = 0.0) -> Schedule:
 
 def heuristic(graph: TaskGraph, budget_s: float = 1.0) -> Schedule:
     """The best of a portfolio: ScheMoE's order and its relatives (how far C1 and A1 run ahead, how far D2 lags, where
-    weight gradients run, order of unequal chunks), list schedules, a beam search unless it would be narrow, disturbed
-    list schedules, and the best of these disturbed where that makes it shorter.
+    weight gradients run, order of unequal chunks), list schedules, a beam search of small graphs, disturbed list
+    schedules, and the best of these disturbed where that makes it shorter.
 
     What counts is the simulated time: a gradient's reduction that shares a link with an exchange holds it up, so the
     weight gradient before it may have to wait.
@@ -161,7 +161,7 @@ def _heuristic(graph: TaskGraph, budget_s: float) -> tuple[list[int], float]:
     affordable = int(budget_s / 8 * PLACEMENTS_PER_SECOND / max(1, len(graph)))
     labels = min(LABELS, int(budget_s / 4 * LABELS_PER_SECOND))
     best = _best(graph, schemoe(graph), islice(candidates(graph), affordable), bound)
-    if labels >= LEAST_BEAM * len(graph) and _is_better(bound, _makespan(graph, best)):
+    if len(graph) <= BEAM_TASKS and _is_better(bound, _makespan(graph, best)):
         found = pareto_search(graph, _makespan(graph, best), chunk_edges(graph), labels)
         best, bound = _shorter(graph, best, found.sequence), max(bound, found.bound)
     count = min(PERTURBATIONS, affordable) // 2
