@@ -215,12 +215,49 @@ def step_seen(number: int, out: Path) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Medians over the blocking step: of the best of each kind of program, and of the planned one."""
+
+    to: dict[str, Spread]
+
+    @classmethod
+    def of(cls, seconds: dict[str, list[float]]) -> Compared:
+        return cls({name: ratios(seconds, name, BLOCKING) for name in seconds})
+
+    def best(self, kind: str) -> float:
+        return min(self.to[name].median for name in PROGRAMS if name.startswith(kind))
+
+    @property
+    def planned(self) -> float:
+        return self.to[PLANNED].median
+
+    @property
+    def fastest(self) -> float:
+        return min(self.best("mixtures"), self.best("blocks"), self.planned)
+
+    @property
+    def floor(self) -> float:
+        share = self.to["communication"].median
+        return max(share, 1 - share)
+
+
+def summary(found: list[Compared]) -> str:
+    gains = [each.best("mixtures") / each.best("blocks") for each in found]
+    planned = [each.best("mixtures") / each.planned for each in found]
+    behind = [each.planned / each.fastest for each in found]
+    near = sum(each.fastest <= 1.1 * each.floor for each in found)
+    return (f"On average the best blocks are {statistics.mean(gains):.2f} times as fast as the best mixtures, the "
+            f"planned program is {statistics.mean(planned):.2f} times as fast as these. The planner is "
+            f"{statistics.median(behind) - 1:.0%} behind in the median, {max(behind) - 1:.0%} at most. {near} of "
+            f"{len(found)} are within 1.10 of the floor.")  # fmt: skip
+
+
 def row(chosen: Configuration, found: dict[str, Any]) -> str:
     seconds, peaks = found["seconds"], found["peaks"]
-    to = {name: ratios(seconds, name, BLOCKING) for name in seconds}
-    best = {kind: min(to[name].median for name in PROGRAMS if name.startswith(kind)) for kind in ("mixtures", "blocks")}
-    share, planned = to["communication"].median, to[PLANNED].median
-    floor, fastest = max(share, 1 - share), min(*best.values(), planned)
+    compared = Compared.of(seconds)
+    to, best = compared.to, {kind: compared.best(kind) for kind in ("mixtures", "blocks")}
+    share, planned, floor, fastest = to["communication"].median, compared.planned, compared.floor, compared.fastest
     memory = [f"{peaks[f'blocks {n}'] / peaks[f'mixtures {n}']:.2f}" for n in (2, 4)]
     cells = [chosen.title, Spread.of([1e3 * s for s in seconds[BLOCKING]]).text(0), f"{share:.2f}",
              *(to[name].text(2) for name in PROGRAMS if name != BLOCKING),
@@ -251,6 +288,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "# Chunks of whole blocks", "", f"Written by `python benchmarks/whole_blocks.py`. Measured are {len(known)} of "
         f"{len(CONFIGURATIONS)} configurations.", "", __doc__.split("\n\n", 2)[2].strip(), "",
         f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *(row(*each) for each in known), "",
+        summary([Compared.of(one["seconds"]) for _, one in known]), "",
         "What was measured when, beside what else the machine did:", "", *measured, "",
         "What the planner said:", "", *(f"- {each.title}: {one['taken']}" for each, one in known), ""])  # fmt: skip
 
