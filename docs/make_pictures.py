@@ -1,9 +1,9 @@
 """Draw the pictures of the documentation from a real model: python docs/make_pictures.py
 
 One MoE layer of transformers' Mixtral: as it was captured and as each of four ranks runs it (the forward, before it is
-differentiated); the step times of benchmarks/results/peers.md; the losses of benchmarks/real_run.py; a report of a
-small Mixtral on two ranks of this machine, predicted and measured; and a plan. Needs a chromium, and
-pip install -e '.[pictures]'
+differentiated); the step times of benchmarks/results/peers.md; the losses of benchmarks/real_run.py; a step of
+benchmarks/whole_blocks.py, predicted and measured; a report of a small Mixtral on two ranks of this machine, predicted
+and measured; and a plan. Needs a chromium, and pip install -e '.[pictures]'
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from moefx.context.pass_types import PassContext
 from moefx.costmodel.calibrate import calibrate
 from moefx.ir.text import op_name
 from moefx.options import Options
+from moefx.report import charts
+from moefx.report.traces import Trace
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -128,6 +130,32 @@ def compare_curves(measured: Path, image: Path) -> None:
     plt.close()
 
 
+def compare_timelines(measured: Path, image: Path, graph: str = "backward") -> None:
+    """The trace of benchmarks/whole_blocks.py --timeline: a step as predicted, and below it as measured."""
+    trace = Trace.load(measured)
+    figure = charts.timeline(trace, graph)
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "moefx"}
+    names = list(dict.fromkeys(bars["yaxis"] for bars in figure["data"]))
+    with plt.rc_context(style):
+        drawn, several = plt.subplots(len(names), 1, figsize=(10, 4.2), sharex=True, layout="constrained")
+        for name, ax, process in zip(names, several, (trace.predicted, *trace.measured)):
+            rows = figure["layout"][name.replace("y", "yaxis")]["categoryarray"]
+            for bars in figure["data"]:
+                if bars["yaxis"] == name:
+                    said = bars["name"] if bars["showlegend"] else None
+                    ax.barh([rows.index(row) for row in bars["y"]], bars["x"], left=bars["base"], height=0.8,
+                            color=bars["marker"]["color"], label=said)  # fmt: skip
+            said = process.name if process.rank is None else f"measured, {process.name}"
+            ax.set_title(said, loc="left", fontweight="bold")
+            ax.set_yticks(range(len(rows)), rows)
+            ax.invert_yaxis()
+        several[-1].set_xlabel(f"ms of the {graph}")
+        drawn.suptitle(trace.about["title"], x=0.01, ha="left", fontsize=9)
+        drawn.legend(loc="outside right upper", frameon=False)
+        plt.savefig(image, metadata={"Date": None})
+    plt.close()
+
+
 def ratios(text: str) -> dict[str, list[tuple[str, float, float, float]]]:
     """{heading: [(system, median, quartiles)]} of the tables in benchmarks/results/peers.md; of moefx without chunks,
     with four by OptSche, and as planned."""
@@ -205,6 +233,7 @@ def main() -> None:
     (IMAGES / "layer.svg").write_text(picture, encoding="utf-8")
     compare_with_peers(IMAGES.parents[1] / "benchmarks/results/peers.md", IMAGES / "peers.svg")
     compare_curves(IMAGES.parents[1] / "benchmarks/results/real_run.json", IMAGES / "real_run.svg")
+    compare_timelines(IMAGES.parents[1] / "benchmarks/results/whole_blocks_timeline.json", IMAGES / "whole_blocks.svg")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_of, (2, folder), nprocs=2)
         planned(Path(folder) / "plan.html")

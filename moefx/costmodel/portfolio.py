@@ -157,6 +157,10 @@ def candidates(graph: TaskGraph) -> Iterator[list[int]]:
     orders = _chunk_orders(graph, chunks)
     yield schemoe(graph)
     yield by_list(graph, critical_path_rank(graph))
+    for lag in (0, 1, 2):
+        rank = by_levels(graph, lag)
+        yield topological(graph.preds, graph.succs, rank)
+        yield by_list(graph, rank)
     for order in orders:
         rank = places(graph, Variant(chunks=order))
         last = (max(rank, default=(0,))[0] + 1,)  # behind every layer
@@ -170,6 +174,27 @@ def candidates(graph: TaskGraph) -> Iterator[list[int]]:
 def critical_path_rank(graph: TaskGraph) -> list[float]:
     """For `by_list`: the longest way to the end first."""
     return [-tail - duration for tail, duration in zip(graph.tails, graph.durations)]
+
+
+def by_levels(graph: TaskGraph, lag: int) -> list[Place]:
+    """Per task a place for parts of whole blocks, which run through several layers: (level, side, part, place in the
+    graph's order). The parts take turns from exchange to exchange: all that one computes behind an exchange, up to its
+    next one, attention of the next layer included, then the same of the next part.
+
+    What no exchange of rows waits for, as weight gradients, comes `lag` levels later, behind the others."""
+    exchanges = [task.kind in ("A1", "A2") for task in graph]
+    level, source = [0] * len(graph), [0] * len(graph)
+    for i in graph.order:
+        level[i] = max((level[pred] + exchanges[pred] for pred in graph.preds[i]), default=0)
+        own = graph.tasks[i].chunk if exchanges[i] else 0
+        source[i] = max([own, *(source[pred] for pred in graph.preds[i])])
+    target: list[int | None] = [None] * len(graph)
+    for i in reversed(graph.order):
+        found = [target[succ] for succ in graph.succs[i] if target[succ] is not None]
+        target[i] = min([*found, *([graph.tasks[i].chunk] if exchanges[i] else [])], default=None)
+    position = place_in_order(graph)
+    return [(level[i] + lag, 1, source[i], position[i]) if target[i] is None else (level[i], 0, target[i], position[i])
+            for i in range(len(graph))]  # fmt: skip
 
 
 def _leads(chunks: int) -> list[int]:
@@ -205,3 +230,14 @@ def perturbations(graph: TaskGraph, count: int) -> Iterator[list[int]]:
     for number in range(count):
         width = span * (0.1 + 0.9 * number / count)
         yield by_list(graph, [length - width * source.random() for length in rank])
+
+
+def neighbour(graph: TaskGraph, starts: Sequence[float], makespan: float, number: int) -> list[int]:
+    """The order of a schedule's starts, a few of them shifted by up to a fifth of the makespan: as a list schedule, or
+    every other time literally, so that a resource may wait for something better. The same for the same number."""
+    source = random.Random(number)
+    width = makespan * (0.01, 0.03, 0.1, 0.2)[number // 2 % 4]
+    moved = [start + width * source.uniform(-1, 1) * (source.random() < 0.1) for start in starts]
+    if number % 2:
+        return topological(graph.preds, graph.succs, list(zip(moved, place_in_order(graph))))
+    return by_list(graph, moved)

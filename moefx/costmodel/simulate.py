@@ -38,11 +38,8 @@ def simulate(graph: TaskGraph, schedule: Schedule, rates: Rates | None = None) -
     if schedule.blocking:
         ends = _one_at_a_time(graph, sequence)
         starts = [end - duration for end, duration in zip(ends, graph.durations)]
-    elif rates or _has_shared_links(graph):
-        starts, ends = _with_interference(graph, sequence, rates or {})
     else:
-        ends = end_times(graph, sequence)
-        starts = [end - duration for end, duration in zip(ends, graph.durations)]
+        starts, ends = times(graph, sequence, rates)
     spans = list(zip(starts, ends))
     names = [task.name for task in graph]
     return Timeline(
@@ -50,6 +47,14 @@ def simulate(graph: TaskGraph, schedule: Schedule, rates: Rates | None = None) -
         busy={resource: math.fsum(end - start for (start, end), other in zip(spans, graph.lane) if other == lane)
               for lane, resource in enumerate(graph.resources)},
     )
+
+
+def times(graph: TaskGraph, sequence: Sequence[int], rates: Rates | None = None) -> tuple[list[float], list[float]]:
+    """Starts and ends, by position, where every resource takes its tasks in the order of `sequence`, a total order."""
+    if rates or graph.shares_links:
+        return _with_interference(graph, sequence, rates or {})
+    ends = end_times(graph, sequence)
+    return [end - duration for end, duration in zip(ends, graph.durations)], ends
 
 
 def _one_at_a_time(graph: TaskGraph, sequence: Sequence[int]) -> list[float]:
@@ -99,8 +104,3 @@ def _speed(graph: TaskGraph, task: int, running: Iterable[int], rates: Rates) ->
     others = [graph.tasks[i].busies for i in running if i != task and graph.durations[i]]
     slowed = (rates.get((mine, other), 1.0) for other in dict.fromkeys(others) if other != mine)
     return math.prod(slowed) / (1 + others.count(mine))
-
-
-def _has_shared_links(graph: TaskGraph) -> bool:
-    users = {(task.link, task.resource) for task in graph if task.link}
-    return len({link for link, _ in users}) < len(users)

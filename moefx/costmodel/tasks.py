@@ -119,6 +119,12 @@ class TaskGraph:
         return tuple(needed)
 
     @cached_property
+    def shares_links(self) -> bool:
+        """Whether several resources send over one link."""
+        users = {(task.link, task.resource) for task in self.tasks if task.link}
+        return len({link for link, _ in users}) < len(users)
+
+    @cached_property
     def heads(self) -> tuple[float, ...]:
         """Per task, seconds before which it cannot start, whatever the order."""
         heads = [0.0] * len(self)

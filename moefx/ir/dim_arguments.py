@@ -124,6 +124,11 @@ def sizes_held(node: Node) -> dict[int, Held]:
     return {i: Held(i + position) for i in range(len(node.args) - position)}
 
 
+def place_of_sizes(node: Node) -> int | None:
+    """Where the argument stands that holds all sizes of the result, or the first of them."""
+    return _SIZES.get(op_name(node))
+
+
 def hold(node: Node, sizes: Mapping[int, Any]) -> None:
     """Write other sizes of the result's dims among the arguments of a node."""
     held = sizes_held(node)

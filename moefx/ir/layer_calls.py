@@ -15,7 +15,9 @@ from moefx.ir.meaning import meaning
 class Fakes(Protocol):
     """Who knows what the calls of a trace give, by their number."""
 
-    def outputs(self, call: int) -> list[Tensor]: ...
+    def outputs(self, call: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """tensors, sizes: what the layer is given."""
+        ...
 
     def differentiable(self, call: int) -> set[int]:
         """The outputs that gradients may come back of."""
@@ -44,7 +46,7 @@ def answered_by(fakes: Fakes) -> Iterator[None]:
         _running.pop()
 
 
-@meaning(lambda tensors, sizes, call: _running[-1].outputs(call))
+@meaning(lambda tensors, sizes, call: _running[-1].outputs(call, tensors, sizes))
 def layer_forward(tensors: list[Tensor], sizes: list[int], call: int) -> list[Tensor]:
     raise AssertionError("a call of a layer is never run")
 

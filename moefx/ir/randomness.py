@@ -42,6 +42,7 @@ def first_draw(nodes: Iterable[Node]) -> Node | None:
 
 
 def draws_before(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """For every op that draws, in the order of `nodes`, the one that drew before it."""
-    draws = [node for node in nodes if is_random(node)]
-    return dict(zip(draws[1:], draws))
+    """For every op that draws, in the order of `nodes`, the one that drew before it. Attention without dropout is none:
+    that of one part of a batch need not wait for that of another."""
+    drawing = [node for node in nodes if draws(node)]
+    return dict(zip(drawing[1:], drawing))

@@ -7,10 +7,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import Node
 
 from moefx.ir import edit
+from moefx.ir.dim_arguments import place_of_sizes
+from moefx.ir.names import op_name
 from moefx.ir.op import expr
+
+LIKE = {"view_as": "view", "reshape_as": "reshape"}
+
+
+def name_sizes(node: Node) -> bool:
+    """Let an op that makes its result as large as a tensor name the sizes of that one; whether it is such an op.
+
+    y = x.view_as(like); y = x.view(like.size())   ->   y = x.view((like.size(0), 4, 8))
+    """
+    name = op_name(node)
+    place = 1 if name in LIKE else place_of_sizes(node)
+    given = node.args[place] if place is not None and len(node.args) > place else None
+    like = given if name in LIKE else _measured(given)
+    if like is None:
+        return False
+    with edit.at(node):
+        shape = [size if type(size) is int else edit.valued(edit.call(node.graph, torch.ops.aten.sym_size.int, like, d))
+                 for d, size in enumerate(edit.tensor_value(like).shape)]  # fmt: skip
+    if name in LIKE:
+        node.op, node.target = "call_method", LIKE[name]
+    node.args = (*node.args[:place], tuple(shape), *node.args[place + 1 :])
+    edit.erase_unused([given] if given is not like else [])
+    return True
+
+
+def _measured(found: Any) -> Node | None:
+    """The tensor that this is all sizes of."""
+    is_size = isinstance(found, Node) and op_name(found) == "size" and len(found.args) == 1 and not found.kwargs
+    return found.args[0] if is_size else None
 
 
 def sizes(node: Any) -> tuple[sympy.Expr, ...]:

@@ -225,6 +225,7 @@ class _Outlined:
         self.gm, self.ctx = gm, ctx
         self.calls = [(layer, block) for layer in layers for block in layer.kind.blocks]
         self._sizes: dict[tuple[int, int], Sizes] = {}
+        self._given: dict[int, dict[sympy.Symbol, sympy.Expr]] = {}
         self.wanted: set[tuple[_Layer, frozenset[int]]] = set()
         self.unfit: dict[_Layer, str] = {}
 
@@ -257,10 +258,24 @@ class _Outlined:
 
     # ---- what the trace asks for
 
-    def outputs(self, call: int) -> list[Tensor]:
+    def outputs(self, call: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
         layer, block = self.calls[call]
+        self._learn(call, tensors, sizes)
+        renamed = Sizes(self.ctx.fake_mode, self._given[call])
         read = [block.inputs[place] for place in (*layer.handed, *layer.whole.written)]
-        return [_like(value(node)) for node in (*(block.nodes[place] for place in layer.kind.gives), *read)]
+        return [_like(renamed.of(value(node)))
+                for node in (*(block.nodes[place] for place in layer.kind.gives), *read)]  # fmt: skip
+
+    def _learn(self, call: int, tensors: list[Tensor], sizes: list[int]) -> None:
+        """The trace makes new symbols of sizes that data alone tells, as of samples in a part of the batch: the layer
+        that is given some goes on with these."""
+        given, found = (iter(tensors), iter(sizes)), {}
+        for node in self.calls[call][1].inputs:
+            new = next(given[not isinstance(value(node), Tensor)])
+            found |= {a: b for a, b in zip(_numbers(value(node)), _numbers(new)) if a in _data_sizes(value(node))}
+        if self._given.get(call) != found:
+            self._given[call] = found
+            self._sizes = {key: known for key, known in self._sizes.items() if key[0] != call}
 
     def differentiable(self, call: int) -> set[int]:
         return self.calls[call][0].whole.differentiable
@@ -292,7 +307,8 @@ class _Outlined:
         """From the symbols of the layer that was traced to those of the one that is called."""
         if (call, id(of)) not in self._sizes:
             layer, block = self.calls[call]
-            symbols = dict(zip(layer.block.symbols, block.symbols))
+            given = self._given[call]
+            symbols = {old: given.get(new, new) for old, new in zip(layer.block.symbols, block.symbols)}
             if block is not layer.block:
                 env = self.ctx.fake_mode.shape_env
                 with env.ignore_fresh_unbacked_symbols():

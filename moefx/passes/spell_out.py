@@ -27,9 +27,8 @@ from moefx.ir import edit
 from moefx.ir.dim_indexing import items
 from moefx.ir.names import op_name
 from moefx.ir.op import decide_same
+from moefx.ir.shapes import LIKE, name_sizes
 from moefx.ir.writes import may_be_view, users_of_memory, writes
-
-_LIKE = {"view_as": "view", "reshape_as": "reshape"}
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -37,9 +36,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if ctx.mesh.size("mp") == 1:
         return result
     for node in list(gm.graph.nodes):
-        like = _like(node)
-        if like is not None:
-            _name_sizes(node, like)
+        if op_name(node) in (*LIKE, *LIKE.values()) and name_sizes(node):
             result.changed(f"{node.name} names its sizes")
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     for base in order:
@@ -48,22 +45,6 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             _make_new(base, sorted(puts, key=order.__getitem__), order)
             result.changed(f"{len(puts)} writes to slices of {base.name} make new tensors")
     return result
-
-
-def _like(node: Node) -> Node | None:
-    """The tensor that a view has the sizes of."""
-    given = node.args[1] if op_name(node) in (*_LIKE, *_LIKE.values()) and len(node.args) == 2 else None
-    if op_name(node) in _LIKE or not isinstance(given, Node):
-        return given if op_name(node) in _LIKE else None
-    return given.args[0] if op_name(given) == "size" and len(given.args) == 1 and not given.kwargs else None
-
-
-def _name_sizes(node: Node, like: Node) -> None:
-    with edit.at(node):
-        shape = [size if type(size) is int else edit.valued(edit.call(node.graph, torch.ops.aten.sym_size.int, like, d))
-                 for d, size in enumerate(edit.tensor_value(like).shape)]  # fmt: skip
-    name = op_name(node)
-    node.op, node.target, node.args = "call_method", _LIKE.get(name, name), (node.args[0], tuple(shape))
 
 
 def _is_by_itself(base: Node, puts: list[Node], order: dict[Node, int]) -> bool:

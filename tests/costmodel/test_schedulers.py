@@ -17,8 +17,9 @@ import pytest
 from moefx.costmodel import schedulers
 from moefx.costmodel.exact import HAVE_CP_SAT, chunk_edges, cp_sat_search, pareto_search
 from moefx.costmodel.layers import LayerTimes, schemoe_layer
+from moefx.costmodel.portfolio import by_levels
 from moefx.costmodel.schedulers import Plan, optsche, register_scheduler, schedule, scheduler_names
-from moefx.costmodel.tasks import Schedule, Task, TaskGraph, check, end_times
+from moefx.costmodel.tasks import Schedule, Task, TaskGraph, check, end_times, topological
 from moefx.errors import ScheduleError
 from tests.costmodel.test_closed_form import optsche_makespan
 from tests.costmodel.windows import DenseTimes, schemoe_window
@@ -324,6 +325,38 @@ def test_windows_gain_from_what_lies_between_layers():
     for seed in range(3):
         graph = window(2, 2, seed)
         assert makespan(graph, "heuristic") < 0.95 * makespan(graph, "optsche")
+
+
+@pytest.mark.parametrize("name", ["heuristic", "optimal"])
+def test_a_weight_gradient_waits_lest_its_reduction_holds_an_exchange_up(name):
+    """Both send over one link. At once, beside the exchange, the reduction would make the step 12 seconds long."""
+    graph = TaskGraph([
+        Task("dW", "dense", "compute", 1), Task("reduction", "AR", "gradient", 4, ("dW",), link="inter"),
+        Task("dI", "dense", "compute", 1), Task("exchange", "A1", "comm", 4, ("dI",), link="inter"),
+        Task("other dW", "dense", "compute", 4), Task("experts", "E", "compute", 4, ("exchange",)),
+    ])  # fmt: skip
+    plan = schedule(graph, name)
+    assert (plan.timeline.makespan, plan.gap) == (10, 0)
+    assert plan.timeline.start["dW"] == plan.timeline.end["exchange"] == 5
+
+
+def test_parts_take_turns_from_exchange_to_exchange():
+    """Two layers of two parts: the second layer's attention of a part runs before the first layer's end of the next."""
+
+    def part(i: int) -> list[Task]:
+        tasks, last = [], ()
+        for layer in range(2):
+            for kind, seconds in (("C1", 2), ("A1", 4), ("E", 4), ("A2", 4), ("D2", 2)):
+                resource = "comm" if kind in ("A1", "A2") else "compute"
+                tasks.append(Task(f"{kind}{layer}[{i}]", kind, resource, seconds, last, i, layer))
+                last = (tasks[-1].name,)
+        return tasks
+
+    graph = TaskGraph([*part(0), *part(1)])
+    order = topological(graph.preds, graph.succs, by_levels(graph, 0))
+    computed = [graph.tasks[i].name for i in order if graph.tasks[i].resource == "compute"]
+    assert " ".join(computed) == "C10[0] C10[1] E0[0] E0[1] D20[0] C11[0] D20[1] C11[1] E1[0] E1[1] D21[0] D21[1]"
+    assert makespan(graph, "heuristic") == max(end_times(graph, order)) < makespan(graph, "optsche")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

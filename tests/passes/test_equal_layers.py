@@ -11,6 +11,7 @@ from moefx.analysis import kinds
 from moefx.analysis.checking.same import difference
 from moefx.compiler import pipeline
 from moefx.context.pass_types import PassResult
+from moefx.ir.op import expr, value
 from tests.support.graphs import context, graph
 
 PLAIN = """
@@ -119,6 +120,17 @@ def test_layers_are_differentiated_once():
     once = assert_once(layers(4), "3 equal layers, layers.2 to layers.4")
     reduced = [node for node in once.backward.graph.nodes if "reduce_gradient" in str(node.target)]
     assert sorted(node.args[3] for node in reduced) == [1, 2, 3, 4], "of every parameter"
+
+
+def test_sizes_that_data_tell_before_the_layers_are_one_in_all_of_them():
+    """As the number of samples in a part of the batch, which decides what is planned."""
+    before = "    n = m.num_chunk_rows(xs, 0, 0, 2)\n    p0, rest = h0.split([n, h0.size(0) - n])\n"
+    once = assert_once(layers(5, PLAIN.replace("h{", "p{"), before=before, gives="torch.cat([p{count}, rest])"),
+                       "3 equal layers, layers.2 to layers.4")  # fmt: skip
+    for gm in once.graphs.values():
+        symbols = {symbol for node in gm.graph.nodes if isinstance(value(node), torch.Tensor)
+                   for symbol in expr(value(node).shape[0]).free_symbols if symbol.name.startswith("u")}  # fmt: skip
+        assert len(symbols) == 1
 
 
 def test_without_gradients():

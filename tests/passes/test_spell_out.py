@@ -70,7 +70,6 @@ def test_golden_like():
 def graph(x: "f32[s0, 8]", x2: "f32[s0, 2, 4]"):
     sym_size_int = ops.aten.sym_size.int(x2, 0)  # s0
     y = x.view((sym_size_int, 2, 4))  # f32[s0, 2, 4]
-    shape = x2.size()  # (s0, 2, 4)
     sym_size_int_1 = ops.aten.sym_size.int(x2, 0)  # s0
     z = x.reshape((sym_size_int_1, 2, 4))  # f32[s0, 2, 4]
     mul = y * z  # f32[s0, 2, 4]

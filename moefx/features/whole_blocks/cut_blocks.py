@@ -35,6 +35,7 @@ from moefx.ir.fates import Size, quotient, shape_of
 from moefx.ir.names import op_name
 from moefx.ir.op import value
 from moefx.ir.ops.regions import CHUNKED, enter_experts
+from moefx.ir.shapes import LIKE, name_sizes
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -83,6 +84,8 @@ class _Cut:
         self.given = next(node for node in self.graph.find_nodes(op="placeholder") if node in found.dims)
         regions = found.regions()
         taken = [node for node, region in found.splits.items() if region in regions]
+        for node in self._of_a_size():
+            name_sizes(node)  # of a part one is another
         self.replaced = {*found.cut, *taken}
         outside = {node: self._readers(node) for node in found.cut}
         shapes = {node: shape_of(tensor_of(node)) for node in found.cut}
@@ -99,6 +102,12 @@ class _Cut:
                           and node.op.startswith("call"))  # fmt: skip
         edit.move_in_order(found.gm)
         result.changed(f"{len(found.cut)} values of {len(regions)} regions in {found.n} parts of the batch")
+
+    def _of_a_size(self) -> list[Node]:
+        """What may be made as large as another tensor."""
+        cut = self.found.cut
+        found = [*cut, *(reader for node in cut for user in node.users for reader in user.users)]
+        return [node for node in dict.fromkeys(found) if op_name(node) not in LIKE]
 
     def _readers(self, node: Node) -> list[Node]:
         """Those who want the value as it was."""

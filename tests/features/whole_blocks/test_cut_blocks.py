@@ -180,6 +180,15 @@ def test_what_mixes_samples_reads_all_of_them():
     assert [reason for _, reason in result.skipped] == ["all parts of the batch meet in mean: it mixes samples"]
 
 
+@pytest.mark.parametrize("text", [
+    "m1 = h0.transpose(1, 2).reshape(h0.size())", "m1 = h0 * torch.ones(h0.size())", "m1 = h0.reshape_as(x)"])
+def test_who_reads_all_sizes_of_a_tensor_gets_those_of_the_part(text):
+    before, gm, result, _ = between(text)
+    assert not result.skipped
+    assert_same_meaning(before, gm, exact=False, double=True)
+    assert short(gm).count("torch.cat(") == 1
+
+
 @pytest.mark.parametrize(("text", "why"), [
     ("m1 = F.dropout(h0, 0.5)", "m1: it draws random numbers"),
     ("m1 = h0 * h0.softmax(0)", "softmax_1: it mixes samples"),

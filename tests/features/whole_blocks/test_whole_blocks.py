@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 import moefx
-from tests.support.models import CASES
+from tests.support.handmade import Capacity, LanguageModel, Loop, make_moe
+from tests.support.models import CASES, Case
 from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
@@ -62,6 +63,25 @@ def test_accumulation_over_data_and_experts():
     case = CASES["mixtral-grouped_mm"]
     steps = steps_of(case, [[(2, 8), (3, 4), (4, 2), (1, 8)]] * 3)
     run_sharing(4, check_accumulation, DP2_EP2, case, steps, partial(compiled, {"chunks": 2}))
+
+
+def mixed(capacities):
+    """Three layers of experts, those of these numbers with a capacity over all tokens of a rank."""
+    model = LanguageModel(Loop())
+    for number, block in enumerate(model.layers):
+        block.mlp = make_moe(Capacity() if number in capacities else Loop())
+    return model
+
+
+@pytest.mark.parametrize("capacities", [(1,), pytest.param((0,), marks=FULL), pytest.param((0, 2), marks=FULL)])
+def test_layers_beside_one_with_a_capacity_are_cut(capacities):
+    """The layer with the capacity sees all tokens, drops those that the uncut model drops, and says so."""
+    case = Case("mixed", partial(mixed, capacities))
+    for changes, skipped in run_sharing(2, check, EP2, case, steps_of(case, [EVEN]), {"chunks": 2}):
+        assert [change.partition(" of ")[2] for change in changes] == [
+            f"{3 - len(capacities)} regions in 2 parts of the batch"]  # fmt: skip
+        kept = [reason for reason in skipped if reason.endswith("its chunks are parts of the capacity")]
+        assert len(kept) == len(capacities)
 
 
 @pytest.mark.full
