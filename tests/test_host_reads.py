@@ -94,7 +94,7 @@ def test_capacity_mode_reads_nothing(name: str, layout: Layout, options: dict[st
 @pytest.mark.parametrize(("name", "options", "wanted"), [
     ("gshard-swiglu", {}, {"collectives.finish"}),  # batches of other ranks may be longer
     ("mixtral-grouped_mm", STATIC, {"collectives.finish", "grouped._sizes"}),
-], ids=str)  # fmt: skip
+], ids=["capacities that may differ", "rows that are data"])  # fmt: skip
 def test_other_programs_read_and_the_test_sees_it(name: str, options: dict[str, Any], wanted: set[str]) -> None:
     assert reads(name, EP2, options).keys() == wanted
 
