@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._sympy.functions import Min
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from moefx._torch_compat import printing
 from moefx._torch_compat.regions import Renamed, without_region
 
 
@@ -50,6 +51,7 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         ),
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(record=True) as said,
+        printing.left_out() as printed,
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         warnings.simplefilter("always")
@@ -62,7 +64,7 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
     if any("gen_rand_values" in str(each.argval) for each in dis.get_instructions(code)):
         unimplemented(gb_type="random numbers of Python", context="", hints=[],
                       explanation="They would be the same in every call.")  # fmt: skip
-    gm.meta["changed"] = []
+    gm.meta["changed"], gm.meta["printed"] = [], [*dict.fromkeys(printed)]
     for warning in said:
         if "certain side effects" in str(warning.message):
             listed = re.search(r"\[.*\]", str(warning.message))

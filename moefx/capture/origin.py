@@ -23,7 +23,7 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 class Origin:
     """code: of every function that the capture went through; None: this torch does not say. reads, hooks: expressions,
     see `compat.python_reads`; names: local variables of the forward that are the model. sets: paths of what the forward
-    changes. foreign: an op or a function of others in the graph, whose code nobody saw.
+    changes. prints: the lines that print or log, which the graph leaves out. foreign: an op or a function of others in the graph, whose code nobody saw.
     """
 
     code: frozenset[CodeType] | None
@@ -31,6 +31,7 @@ class Origin:
     hooks: tuple[str, ...]
     names: tuple[str, ...]
     sets: tuple[str, ...]
+    prints: tuple[str, ...]
     foreign: str | None
 
     @classmethod
@@ -38,8 +39,8 @@ class Origin:
         """gm: as dynamo left it."""
         reads, hooks, found = compat.python_reads(gm)
         names = tuple(name for name, value in found["L"].items() if value is model)
-        sets = tuple(gm.meta.get("changed", ()))
-        return cls(compat.traced_code(gm), tuple(reads), tuple(hooks), names, sets, _foreign(gm))
+        sets, prints = (tuple(gm.meta.get(key, ())) for key in ("changed", "printed"))
+        return cls(compat.traced_code(gm), tuple(reads), tuple(hooks), names, sets, prints, _foreign(gm))
 
     @property
     def variables(self) -> frozenset[str] | None:

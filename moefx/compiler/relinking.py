@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch.fx import GraphModule
 
 from moefx import rooms
+from moefx.capture.origin import Origin
 from moefx.compiler.checks import chosen_level
 from moefx.context.pass_types import PassContext
 from moefx.ir import edit
@@ -46,9 +47,11 @@ def relink(scheduled: Mapping[str, GraphModule], ctx: PassContext, names: Sequen
     return load(code, graph), code, unread
 
 
-def warnings_of(ctx: PassContext) -> tuple[str, ...]:
+def warnings_of(ctx: PassContext, origin: Origin) -> tuple[str, ...]:
     """What is not as users might take it to be."""
     said = []
+    if origin.prints:
+        said.append(f"the program does not print or log what the forward does at {', '.join(origin.prints)}")
     for what, found in (
         (f"{len(ctx.report.left)} mixtures of experts stay as they are, whole on every rank", ctx.report.left),
         ("weights of experts that every rank keeps whole", ctx.report.kept_whole),

@@ -394,6 +394,6 @@ class Builder:
         making = Making(pipeline.records, ctx, scheduled, looked_at, code.relink)
         variant = Variant(key, program, guard, captured.state, captured.pack_outputs, lambda: making, captured.numbers,
                           captured.written, captured.origin, ctx.mesh, ctx.decisions.expert_buffers,
-                          ctx.decisions.relied, warnings_of(ctx), self.path)  # fmt: skip
+                          ctx.decisions.relied, warnings_of(ctx, captured.origin), self.path)  # fmt: skip
         complaint = guard.complaint(leaves) or captured.numbers.complaint(leaves)
         return variant, Outcome(number, complaint)
