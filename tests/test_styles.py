@@ -25,6 +25,7 @@ from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
 from tests.support.place_styles import PLACE_STYLES, ChoiceFirstGrouped, SampledIfFull, Shuffled
 from tests.support.public_styles import ADDS, CONVERTS, MASKS, READS, STAYS, AddsAtRows, ComparedWithAll, Stays
+from tests.support.published_styles import PUBLISHED_STYLES
 from tests.support.ranks import fake_world, one_rank
 from tests.support.scenarios import EP2, check_steps, steps_of
 from tests.support.sharing import run_sharing
@@ -54,7 +55,7 @@ class Twice(AllExperts):
 
 ALL = STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + SUM_STYLES + WEIGHT_STYLES + OP_STYLES
 # Passes have tests of their own, of which these styles are combinations; most are tried only with --full.
-OFTEN = some([*ALL, *PLACE_STYLES], *ALL[::4], *PLACE_STYLES[::4], *OP_STYLES)
+OFTEN = some([*ALL, *PLACE_STYLES, *PUBLISHED_STYLES], *ALL[::4], *PLACE_STYLES[::4], *OP_STYLES, *PUBLISHED_STYLES)
 # Styles differ until they are raised, and are compared until they are placed. What follows takes some of every list,
 # and those with ops of their own, which are differentiated as they stand.
 WHOLE_WAY = {*ALL[::12], *OP_STYLES}

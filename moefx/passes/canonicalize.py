@@ -56,6 +56,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _write_results(gm, result)
     einsums.spell_out(gm)
     index_forms.shorten(gm)
+    index_forms.on_one_axis(gm)
     _fold_constants(gm)
     _drop_identities(gm)  # other names of a tensor, which keep its writes from being functional
     _functionalise(gm, result)

@@ -178,7 +178,7 @@ def _is_soft(blocks: Node, end: Node) -> bool:
 
 
 def _is_of_softmax(node: Node) -> bool:
-    return any(op_name(n) == "softmax" for n in edit.ancestors([node], stop=_reads_parameter))
+    return any(op_name(n) in ("softmax", "exp") for n in edit.ancestors([node], stop=_reads_parameter))
 
 
 def _same_values(node: Node) -> Iterator[Node]:

@@ -161,6 +161,7 @@ class _Old:
         return None if front is None else self.pairs.tokens_of(source, front)
 
     def rewrite(self, check: Candidate) -> int:
+        self._set_apart_returned()
         with edit.at(min(n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing)):
             self.region = ragged.Region(self.gm, self.routing.of, self.experts, 1 if self.by_pair else self.k)
         for node in list(self.gm.graph.nodes):
@@ -170,6 +171,16 @@ class _Old:
                 self._replace(node)
         check.sweep()
         return self.region.finish()
+
+    def _set_apart_returned(self) -> None:
+        """What the model returns of sorted rows before any product stays as user code computes it."""
+        output, copies = self.gm.graph.output_node(), {}
+        apart = self.nodes - edit.descendants(self.matmuls)
+        with edit.at(output) as graph:
+            for node in sorted(apart & edit.ancestors([n for n in output.all_input_nodes if n in apart])):
+                copies[node] = edit.valued(graph.node_copy(node, lambda each: copies.get(each, each)))
+        for node, copied in copies.items():
+            output.replace_input_with(node, copied)
 
     def _fact(self, node: object, kind: type) -> bool:
         fact = self.facts.get(node) if isinstance(node, Node) else None

@@ -1,14 +1,14 @@
-"""Let experts that have no parameters compute all tokens where they are, weighed by zero where they were not chosen.
+"""Let experts that have no matrices compute all tokens where they are, weighed by zero where they were not chosen.
 
 Contract
     takes  CAPTURED   canonical
-    gives  CAPTURED   a loop over experts, some of which have no parameters (zero-computation experts: LongCat-Flash,
-                      arXiv:2509.01322; MoE++, arXiv:2410.07348), is a loop over the others; the rest is added beside
-                      it, and its tokens need not travel
-    never  touches loops whose experts all have parameters, or where those that have none do not come last
+    gives  CAPTURED   a loop over experts, some of which have no parameters or a few vectors (zero-computation experts:
+                      LongCat-Flash, arXiv:2509.01322; MoE++, arXiv:2410.07348), is a loop over the others; the rest is
+                      added beside it, and its tokens need not travel
+    never  touches loops whose experts all have matrices, or where those that have none do not come last
 
 Pseudo-code
-    1. loops over experts; which branches read neither parameters nor anything but their tokens and scores?
+    1. loops over experts; which branches read nothing but their tokens, scores, and parameters of a few rows?
     2. those that are one function f: add f(x) * (w * (idx in theirs)).sum(-1) to the output, before the loop or where
        it writes to one tensor behind it; take their additions out of it
     3. compare the sum of both with the original
@@ -29,11 +29,14 @@ from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import additions, choices, loops
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.loops import Loop
-from moefx.analysis.recognition.roles import Scores, Tokens
+from moefx.analysis.recognition.roles import Scores, Shared, Tokens
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import op_name
+from moefx.ir.op import numel
+from moefx.ir.shapes import sizes
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -45,27 +48,30 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         experts = sorted(e for branches in groups for e in branches.experts)
         others = set(loop.adds) - set(experts)
         if loop.twice is not None or others != set(range(len(others))) or not _may_start_otherwise(loop):
-            result.skip(loop.adds[experts[0]], f"experts {experts} have no parameters, but others come after them")
+            result.skip(loop.adds[experts[0]], f"experts {experts} have no matrices, but others come after them")
             continue
         number = len(loop.adds)
         with raising.candidate(loop.idx) as check:
             old, total, reads = _rewrite(gm, loop, groups)
             check.sweep()
             check.compare(old, total, loop.idx, reads, number)
-            result.changed(f"{old.name}: experts {experts} have no parameters and compute all tokens where they are")
+            result.changed(f"{old.name}: experts {experts} have no matrices and compute all tokens where they are")
     return result
 
 
 def _free(facts: dict, loop: Loop) -> Iterator[Branches]:
-    """The branches of experts without parameters, those of one function together."""
+    """The branches of experts without matrices; of those without parameters, those of one function together."""
     kinds: dict[tuple, list[int]] = {}
     for expert, rows in sorted(loop.rows.items()):
         kinds.setdefault(_shape_of(rows, 3), []).append(expert)
     if loop.how.dense or loop.how.pairs or len(kinds) == 1:
         return
     for experts in kinds.values():
-        alone = Branches(facts, [loop.rows[experts[0]]], experts=experts[:1])
-        if not alone.roles or not all(_is_of_tokens(role) for role in alone.roles.values()):
+        each = [Branches(facts, [loop.rows[e]], experts=[e]) for e in experts]
+        if not all(map(_is_free, each)):
+            continue
+        if any(isinstance(role, Shared) for branches in each for role in branches.roles.values()):
+            yield from each
             continue
         try:
             yield Branches(facts, [loop.rows[e] for e in experts], experts=experts)
@@ -76,6 +82,17 @@ def _free(facts: dict, loop: Loop) -> Iterator[Branches]:
 def _shape_of(node: Node, depth: int) -> tuple:
     """The ops in front of a node: enough to tell experts that multiply by parameters from those that do not."""
     return (op_name(node), *(_shape_of(n, depth - 1) for n in node.all_input_nodes)) if depth else ()
+
+
+def _is_free(branches: Branches) -> bool:
+    """Whether the one expert of these multiplies its tokens by no matrix."""
+    few = _FEW * (numel(branches.rows[0]) / sizes(branches.rows[0])[0])
+    return bool(branches.roles) and all(
+        _is_of_tokens(role) or (isinstance(role, Shared) and is_weight(node) and numel(node) <= few)
+        for node, role in branches.roles.items())  # fmt: skip
+
+
+_FEW = 4  # rows of a parameter, as wide as a token
 
 
 def _is_of_tokens(role: object) -> bool:
@@ -92,7 +109,8 @@ def _rewrite(gm: GraphModule, loop: Loop, groups: list[Branches]) -> tuple[Node,
     """(the output before, the output now, what is read of the tokens)."""
     first, last = min(loop.adds.values()), max(loop.adds.values())
     base, in_place = loop.base, last.target is operator.setitem
-    reads = list(dict.fromkeys(r.x if isinstance(r, Tokens) else r.w for g in groups for r in g.roles.values()))
+    roles = [role for branches in groups for role in branches.roles.values() if _is_of_tokens(role)]
+    reads = list(dict.fromkeys(role.x if isinstance(role, Tokens) else role.w for role in roles))
     late = [n for n in (*reads, loop.idx) if n > first]
     if late:
         raise RaiseError(f"{late[0].name} is computed inside of a loop over experts", where=edit.place(late[0]),
@@ -131,6 +149,8 @@ def _on_all_tokens(emit: ragged.Rows, loop: Loop, branches: Branches) -> Node:
             new[node] = emit.copy(node, new)
         elif isinstance(role, Tokens):
             new[node] = role.x
+        elif isinstance(role, Shared):
+            new[node] = node
         else:
             new[node] = _summed(emit, emit.emit_call(operator.mul, role.read(emit), mask), loop, role.column)
     out = new[branches.rows[0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from contextlib import closing
 
@@ -290,6 +291,34 @@ def test_outputs_that_are_views_of_one_another(what):
         for batch in (x, y):
             torch.testing.assert_close(run(compiled, batch), run(plain, batch))
         assert len(compiled._variants) == 1
+
+
+LOG = logging.getLogger("model")
+
+
+class Prints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        print(f"{y.shape} {y.mean()}", y)
+        LOG.warning("mean %s", y.mean())
+        return y
+
+
+def test_what_is_printed_and_logged_is_left_out_and_said(capsys):
+    model, x = Prints(), torch.randn(3, 4)
+    expected = model(x)
+    capsys.readouterr()
+    with one_rank(), pytest.warns(UserWarning, match=r"not print or log .*test_capture.py:\d+, .*test_capture.py:\d+"):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with closing(moefx.compile(model, mesh, example_inputs=(x,))) as compiled:
+            torch.testing.assert_close(compiled(x), expected)
+    said = capsys.readouterr()
+    assert not said.out
+    assert "mean" not in said.err
 
 
 class TakesOneBranch(nn.Module):

@@ -290,6 +290,22 @@ def test_indices_have_one_form():
     assert_same_meaning(before, gm)
 
 
+def test_places_in_a_column_are_on_one_axis():
+    before, gm, _ = canonical("""
+def graph(x: "f32[s0, 8]", ids: "i64[s0]"):
+    out = torch.zeros_like(x)
+    places = torch.nonzero(ids == 1)
+    rows = x[places]
+    out[places] = rows * 2.0
+    return (out, rows)
+""")
+    text = short(gm)
+    assert text.count("places.squeeze(1)") == 1
+    assert "x[places]" not in text
+    assert "setitem(out, squeeze, squeeze_1)" in text
+    assert_same_meaning(before, gm)
+
+
 def test_what_is_added_by_a_mask_may_be_of_lower_precision():
     before, gm, _ = canonical(INDICES.replace("sum0 = read + x[m0] * w[m0, 0].unsqueeze(-1)", "scores = w[m0, 0]\n"
                                               "    low0 = x[m0].bfloat16()\n    sum0 = low0 + read"))  # fmt: skip

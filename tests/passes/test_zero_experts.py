@@ -80,7 +80,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[6, 16]", up: "f32[4, 16, 16]"):
     out_1 = add.index_add(0, token0, rows0)  # f32[s0, 16]
     return (out_1,)  # (f32[s0, 16],)
 """)
-    assert result.changes == ["out_6: experts [1, 2, 3, 4, 5] have no parameters and compute all tokens where "
+    assert result.changes == ["out_6: experts [1, 2, 3, 4, 5] have no matrices and compute all tokens where "
                               "they are"]  # fmt: skip
 
 

@@ -48,8 +48,15 @@ def symbol_values(nodes: Sequence[Node]) -> dict[sympy.Symbol, int]:
 def broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sympy.Expr]:
     """What capture found of sizes that is not so with these; `sizes` may change in between."""
     for guard in edit.tensor_value(node).fake_mode.shape_env.guards:
-        if guard.expr.free_symbols & sizes.keys() and guard.expr.subs(sizes) == sympy.false:
+        if guard.expr.free_symbols & sizes.keys() and _breaks(guard.expr, sizes):
             yield guard.expr
+
+
+def _breaks(guard: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> bool:
+    try:
+        return guard.subs(sizes) == sympy.false
+    except ZeroDivisionError:  # it divides by tokens // 8, of which there is none
+        return True
 
 
 def draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int,

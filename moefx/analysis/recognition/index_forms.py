@@ -37,6 +37,33 @@ def shorten(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+def on_one_axis(gm: GraphModule) -> None:
+    """x[i] of places [n, 1], as nonzero() gives them, becomes x[i.squeeze(1)].unsqueeze(1), and x[i] = y, with y
+    [n, 1, ..], x[i.squeeze(1)] = y.squeeze(1)."""
+    flat: dict[Node, Node] = {}
+    for node in list(gm.graph.nodes):
+        item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
+        found = edit.tensor_value(item) if isinstance(item, Node) else None
+        if found is None or found.dtype is not torch.int64 or sizes(item)[1:] != (1,):
+            continue
+        puts = node.target is operator.setitem
+        if puts and (edit.tensor_value(node.args[2]) is None or sizes(node.args[2])[:2] != sizes(item)):
+            continue
+        if item not in flat:
+            with edit.at(item, after=True):
+                flat[item] = edit.valued(gm.graph.call_method("squeeze", (item, 1)))
+        with edit.at(node):
+            if puts:
+                rows = edit.valued(gm.graph.call_method("squeeze", (node.args[2], 1)))
+                node.args = (node.args[0], flat[item], rows)
+                continue
+            rows = edit.valued(edit.call(gm.graph, operator.getitem, node.args[0], flat[item]))
+            wide = gm.graph.call_method("unsqueeze", (rows, 1))
+        wide.meta["val"] = edit.tensor_value(node)
+        node.replace_all_uses_with(wide)
+        gm.graph.erase_node(node)
+
+
 def _takes_one(node: Node) -> bool:
     """Whether the second index of a read makes an axis of one entry."""
     second, found = node.args[1][1], edit.tensor_value(node)

@@ -11,8 +11,9 @@ from moefx.ir.names import arg, op_name
 
 _SAME = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", "view",
          "reshape", "flatten", "squeeze", "unsqueeze", "expand", "gather", "index_select", "sum", "mean", "clamp_min",
-         "amax", "getitem", "topk", "sort", "max")  # fmt: skip
-_ALWAYS = ("softmax", "sigmoid", "exp", "softplus")
+         "amax", "getitem", "topk", "sort", "max", "sqrt", "reciprocal")  # fmt: skip
+_ALWAYS = ("softmax", "sigmoid", "exp", "softplus", "ones", "ones_like", "new_ones")
+_FILLED = ("full", "full_like", "new_full")
 
 
 def is_positive(node: Any, args_of: Callable[[Node], tuple] = lambda node: node.args) -> bool:
@@ -25,6 +26,8 @@ def is_positive(node: Any, args_of: Callable[[Node], tuple] = lambda node: node.
     name, args = op_name(node), args_of(node)
     if name in _ALWAYS:
         return True
+    if name in _FILLED:
+        return is_positive(arg(node, 1, "fill_value"), args_of)
     if name == "getitem" and op_name(args[0]) in ("topk", "sort", "max") and args[1] != 0:
         return False  # places, not values
     if name in _SAME:

@@ -1,0 +1,101 @@
+"""What layers do that people published: weights that are all the same, places in a column, softmaxes written by hand,
+constant experts, sorted weights that the module keeps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.block_styles import SoftSlotsOfModules
+from tests.support.styles import D, E, K, Layer, Stacked, mlp
+
+
+class EqualWeights(Layer):
+    """Tokens are hashed by their places; a mask is set where the weight of the choices is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        number = x.shape[0] * x.shape[1]
+        places = torch.arange(number)
+        chosen = torch.stack([(places * 7 + 3 + choice) % E for choice in range(K)], dim=-1)
+        weights = torch.full(chosen.shape, 1 / K, dtype=x.dtype).reshape(number, K)
+        chosen = chosen.reshape(number, K)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            weight = (weights * (chosen == e)).sum(-1)
+            mine = weight > 0
+            out[mine] += expert(rows[mine]) * weight[mine].unsqueeze(-1)
+        return out.view_as(x) + 0 * self.router(x).sum()
+
+
+class PlacesInColumns(Layer):
+    """nonzero() of a mask of tokens is [n, 1], and so rows are [n, 1, D]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        most, chosen = self.router(rows).sigmoid().max(dim=1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            places = (chosen == e).nonzero()
+            out[places, :] = expert(rows[places, :])
+        return (out * most[:, None]).view_as(x)
+
+
+class SoftmaxByHand(SoftSlotsOfModules):
+    @staticmethod
+    def softmax(scores: Tensor, dims: tuple[int, ...]) -> Tensor:
+        shares = (scores - scores.amax(dims, keepdim=True)).exp()
+        return shares / shares.sum(dims, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("bsd,dep->bsep", x, self.scale * self.slots)
+        slots = torch.einsum("bsd,bsep->bepd", x, self.softmax(scores, (1,)))
+        y = torch.stack([expert(slots[:, e]) for e, expert in enumerate(self.experts)], dim=1)
+        return torch.einsum("bepd,bsep->bsd", y, self.softmax(scores, (2, 3)))
+
+
+class Constant(nn.Module):
+    """MoE++'s constant expert: its token, or a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant, self.gate = nn.Parameter(torch.randn(D)), nn.Linear(D, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.gate(x).softmax(-1)
+        return torch.einsum("n,nd->nd", share[:, 0], x) + torch.einsum("n,d->nd", share[:, 1], self.constant)
+
+
+class ConstantExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E + 3)
+        self.experts = nn.ModuleList([*(mlp() for _ in range(E)), Constant(), Constant(), nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            tokens, choice = torch.where(chosen == e)
+            out.index_add_(0, tokens, expert(rows[tokens]) * weights[tokens, choice, None])
+        return out.view_as(x)
+
+
+class KeepsSorted(Stacked):
+    """Weights, and the order that sorts them, stay with the module for later use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).topk(K)
+        self.order = chosen.flatten().sort(stable=True)[1]
+        self.sorted_weights = weights.softmax(-1).flatten()[self.order]
+        ends = torch.bincount(chosen.flatten(), minlength=E).cumsum(0).to(torch.int32)
+        tokens = self.order.div(K, rounding_mode="trunc")
+        hidden = F.gelu(F.grouped_mm(rows[tokens], self.up, offs=ends))
+        out = F.grouped_mm(hidden, self.down, offs=ends) * self.sorted_weights[:, None]
+        return torch.zeros_like(rows).index_add(0, tokens, out).view_as(x)
+
+
+PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, SoftmaxByHand, ConstantExperts, KeepsSorted)
