@@ -119,7 +119,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         with buffers.kept(model, written):
             return unflatten(write_back(flat, changed, user_args, user_kwargs), (*user_args, *user_kwargs.values()))
 
-    found, written, changed = [value(n) for n in gm.graph.output_node().args[0]], [], {}
+    found, written, changed = [_kept(n) for n in gm.graph.output_node().args[0]], [], {}
     replaced = check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
     fake_mode = _mode_of(gm)
     plain = _inlined(gm)  # dynamo's own graph stays behind `unflatten`
@@ -143,6 +143,12 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     return known if isinstance(known, frozenset) else Captured(
         plain, fake_mode, fakes, pack_outputs, _of_symbols(fakes, sizes), state, idle,
         small_sizes.record(plain, fakes), changed, *known, origin)  # fmt: skip
+
+
+def _kept(output: torch.fx.Node) -> Any:
+    """A value that is packed: dynamo's code reads a float that the forward sets off a tensor."""
+    is_float = output.target is torch.scalar_tensor
+    return torch.zeros((), dtype=torch.float64) if is_float else value(output)
 
 
 def _of_symbols(fakes: list[Any], sizes: Any) -> dict[str, int]:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.recognition import choices, gathers
 from moefx.analysis.recognition.facts import Index, Mask, Weighed
-from moefx.analysis.recognition.host_numbers import is_check, is_number
+from moefx.analysis.recognition.host_numbers import is_check, is_number, is_returned
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import CaptureError, RaiseError
 from moefx.ir import edit
@@ -70,7 +70,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 def _refuse_numbers(gm: GraphModule, left: set[str]) -> None:
     """left: the routings of what stays as it is."""
-    lists = [node for node in gm.graph.nodes if op_name(node) == "tolist"]
+    lists = [node for node in gm.graph.nodes if op_name(node) == "tolist" and not is_returned(node)]
     for node, fact in zip(lists, map(choices.facts(gm).get, (node.args[0] for node in lists))):
         if getattr(getattr(fact, "ids", fact), "of", node).name not in left:
             raise CaptureError(

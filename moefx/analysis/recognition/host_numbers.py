@@ -31,6 +31,11 @@ def readers(node: Node, but: Node | None = None) -> list[Node] | None:
     return sorted(found, reverse=True)
 
 
+def is_returned(node: Node) -> bool:
+    """Whether nothing but checks reads numbers on the host, and the model returns or keeps them."""
+    return all(user.op == "output" or is_check(user) or (is_number(user) and is_returned(user)) for user in node.users)
+
+
 def is_number(node: Node) -> bool:
     """Whether the node has a number on the host, or a list of such."""
     return _are_numbers(value(node))
