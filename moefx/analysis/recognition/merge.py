@@ -74,8 +74,8 @@ class Emitter:
                 raise
             except (RuntimeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
                 raise RaiseError(f"{called(node)} of an expert cannot be done on the rows of all experts ({error})",
-                                 where=edit.place(node), hint="write it for rows [n, D]; keep what mixes tokens, such as "
-                                 "attention, outside of experts") from error  # fmt: skip
+                                 where=edit.place(node), hint="write it for rows [n, D]; keep what mixes tokens, such "
+                                 "as attention, outside of experts") from error  # fmt: skip
         return self.new[self.branches.rows[0]]
 
     def _leaf(self, node: Node, role: object) -> Node:
