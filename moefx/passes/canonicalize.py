@@ -35,9 +35,11 @@ from moefx.analysis.recognition import einsums, index_forms, one_hots
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, ragged
+from moefx.ir.dims import is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
-from moefx.ir.writes import INPLACE_OPERATORS, place_of_inplace, storage, users_of_memory
+from moefx.ir.shapes import LIKE
+from moefx.ir.writes import INPLACE_OPERATORS, may_be_view, place_of_inplace, storage, users_of_memory
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
 _NOT = ("invert", "bitwise_not", "logical_not")
@@ -308,7 +310,8 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
         target = node.args[0] if node.args else None
         if functional is None or not isinstance(target, Node) or target.op == "placeholder":
             continue
-        if not _only_alias(node, target, sharing[storage(target)], position):
+        whole = _seen_as(target)
+        if not _only_alias(node, target, [n for n in sharing[storage(target)] if n is not whole], position):
             result.skip(node, "another view of the tensor is used later")
             continue
         op, name = functional
@@ -325,11 +328,34 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
         for user in [u for u in target.users if position.get(u, -1) > position[node]]:
             user.replace_input_with(target, new)
         node.replace_all_uses_with(new)
+        if whole is not None:
+            _write_whole(whole, new, position, position[node])
         gm.graph.erase_node(node)
         sharing[storage(node)].remove(node)
         sharing.setdefault(storage(new), []).append(new)
         position[new] = position[node]
         result.changed(f"{new.name} made functional")
+
+
+def _seen_as(target: Node) -> Node | None:
+    """x of x.view(..), the same numbers in another shape, where nobody else has its memory."""
+    whole = target.args[0] if is_reshape(target) and target.args else None
+    fresh = isinstance(whole, Node) and whole.op.startswith("call") and not may_be_view(whole)
+    return whole if fresh and storage(whole) == storage(target) else None
+
+
+def _write_whole(whole: Node, new: Node, position: dict[Node, int], here: int) -> None:
+    """What reads a tensor after a view of all of it was written to reads what the view became."""
+    for user in [u for u in whole.users if position.get(u, -1) > here]:
+        if is_reshape(user) and index_forms.sizes(user) == index_forms.sizes(new):
+            user.replace_all_uses_with(new)
+            user.graph.erase_node(user)
+            continue
+        with edit.at(user):
+            back = new.graph.call_method("view_as", (new, whole))
+        back.meta["val"] = edit.tensor_value(whole)
+        position[back] = position[user]
+        user.replace_input_with(whole, back)
 
 
 def _functional_form(node: Node) -> tuple[str, object] | None:
@@ -365,6 +391,7 @@ def _only_alias(node: Node, target: Node, sharing: list[Node], position: dict[No
             continue
         if other.op == "placeholder":
             return False
-        if position.get(other, here) < here and any(position.get(u, here) > here for u in other.users):
+        if position.get(other, here) < here and any(position.get(u, here) > here for u in other.users
+                                                    if op_name(u) not in LIKE or u.args[0] is other):  # fmt: skip
             return False
     return True

@@ -198,6 +198,40 @@ def test_refuses_what_another_view_would_see():
     assert_expected_inline(str(result.skipped), """[('done (done)', 'another view of the tensor is used later')]""")
 
 
+def test_what_is_written_to_a_whole_tensor_in_another_shape_is_functional():
+    before, gm, _ = canonical("""
+def graph(x: "f32[s0, 4, 8]", m: "bool[s0, 4]"):
+    out = torch.zeros_like(x)
+    rows = out.view(-1, 8)
+    mine = m.view(-1)
+    first = rows.index_put_((mine,), x.view(-1, 8)[mine], True)
+    early = out + 1.0
+    again = out.view(-1, 8)
+    second = again.add_(1.0)
+    return (out, early)
+""")
+    text = short(gm)
+    assert "index_put_" not in text
+    assert "add_(" not in text
+    assert text.count(".view_as(out)") == 2
+    assert "again" not in text
+    assert_same_meaning(before, gm)
+
+
+def test_a_part_that_is_written_to_and_read_as_a_whole_stays():
+    before, gm, _ = canonical("""
+def graph(x: "f32[s0, 4, 8]"):
+    out = torch.zeros_like(x)
+    part = out[:, 0]
+    more = out.view(-1, 8)
+    first = part.add_(1.0)
+    second = more.mul_(x.view(-1, 8))
+    return (out, part)
+""")
+    assert "part.add_(" in short(gm)
+    assert_same_meaning(before, gm)
+
+
 def test_leaves_effects_on_inputs_alone():
     before, gm, _ = canonical("""
         def graph(x: "f32[s0, 8]", buffer: "f32[8]"):

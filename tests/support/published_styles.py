@@ -1,5 +1,5 @@
-"""What layers do that people published: weights that are all the same, places in a column, softmaxes written by hand,
-constant experts, sorted weights that the module keeps."""
+"""What layers do that people published: weights that are all the same, places in a column, views that are added to,
+softmaxes written by hand, constant experts, sorted weights that the module keeps."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ class PlacesInColumns(Layer):
             places = (chosen == e).nonzero()
             out[places, :] = expert(rows[places, :])
         return (out * most[:, None]).view_as(x)
+
+
+class AddsToViews(Layer):
+    """Every expert adds to a view of its own of what is read as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, out = x.view(-1, D), torch.zeros_like(x)
+        weights, chosen = self.router(rows).softmax(-1).topk(K)
+        gates = torch.zeros(rows.shape[0], E).scatter(-1, chosen, weights)
+        for e, expert in enumerate(self.experts):
+            mine = gates[:, e] > 0
+            out.view(-1, D)[mine] += expert(rows[mine]) * gates[mine, e].unsqueeze(-1)
+        return out
 
 
 class SoftmaxByHand(SoftSlotsOfModules):
@@ -98,4 +111,4 @@ class KeepsSorted(Stacked):
         return torch.zeros_like(rows).index_add(0, tokens, out).view_as(x)
 
 
-PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, SoftmaxByHand, ConstantExperts, KeepsSorted)
+PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, AddsToViews, SoftmaxByHand, ConstantExperts, KeepsSorted)

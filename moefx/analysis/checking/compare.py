@@ -27,7 +27,7 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.op import value
-from moefx.ir.randomness import never_drops
+from moefx.ir.randomness import first_draw
 from moefx.layout import Layout
 
 log = logging.getLogger("moefx.verify")
@@ -39,7 +39,6 @@ _COARSE = 0.125  # of what was rounded: bf16 gradients of three layers differed 
 # What is as good as zero; of gradients, times the largest: one may be the difference of large ones.
 _ZERO, _ZERO_ROUNDED = 1e-6, 2.0**-8
 Runs = Callable[[str, list[Any]], tuple[Any, ...]]  # of "forward" or "backward", on one rank
-_RANDOM = ("dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "randperm")
 
 
 @dataclass
@@ -85,11 +84,8 @@ class Comparison:
             return f"the parameters take {total / 2**30:.1f} GiB"
         if any(t.device.type != "cpu" for t in tensors):
             return "the model is not on the CPU"
-        for node in gm.graph.nodes:
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            if node.op.startswith("call") and name.split(".")[0] in _RANDOM and not never_drops(node):
-                return f"{node.name} draws random numbers"
-        return None
+        drawing = first_draw(gm.graph.nodes)
+        return None if drawing is None else f"{drawing.name} draws random numbers"
 
     def _start(self) -> None:
         """Draw inputs, as many rows as give every expert some where that helps, and run the captured graph."""
