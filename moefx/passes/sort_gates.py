@@ -9,7 +9,7 @@ Contract
            chosen, which adds nothing to the output
 
 Pseudo-code
-    1. routings whose scores, all positive, stand in gates [T, E], or that are known by a map [T, E] of bools
+    1. routings whose scores are all positive, or that are known by a map [T, E] of bools
     2. what is T*K numbers in every draw, as many as data says, and is one of: 0, 1, .. T*K; the order that sorts the
        choices; in that order, their tokens, experts, scores
     3. emit these; count their rows where the number of such was asked for
@@ -33,8 +33,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import choice_order, choices
 from moefx.analysis.recognition.draws import same
-from moefx.analysis.recognition.facts import Scattered, Tally
-from moefx.analysis.recognition.indexing import placed
+from moefx.analysis.recognition.facts import Flat, Scattered, Tally
+from moefx.analysis.recognition.indexing import Placed, placed
 from moefx.analysis.recognition.signs import is_positive
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, ragged
@@ -49,11 +49,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         result.changed(f"{order.name}: the choices of {ids.name} are sorted by token")
     raising = Raising(gm, ctx, result)
     for idx, scores in _routings(choices.facts(gm)).items() if any(map(_is_list, gm.graph.nodes)) else ():
+        if choices.drawn(gm, idx) is None:
+            continue
         lists = _Lists(gm, idx, scores)
         found = {node: role for node in gm.graph.nodes if _is_list(node) and (role := lists.role(node)) is not None}
         if not found:
             continue
-        ends = [user for node in found for user in node.users if getattr(placed(user), "index", None) is node]
+        puts = [put for node in found for user in node.users if (put := placed(user)) is not None and put.index is node]
+        ends = list(filter(None, map(_read_after, puts)))
         with raising.candidate(idx) as check:
             lists.write(found, ctx)
             check.sweep()
@@ -61,6 +64,15 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
                 check.compare(end, end, idx, scores, max(lists.experts, 1), by_token=False)
             result.changed(f"{idx.name}: lists of nonzero places are the {lists.k} choices of every token")
     return result
+
+
+def _read_after(put: Placed) -> Node | None:
+    """What shows the rows that were put: itself, or the first that reads what they were written to."""
+    if put.whole is not put.base:
+        return put.whole
+    wrote = next(user for user in put.base.users if put.rows in user.args)
+    later = (user for user in put.base.users if user > wrote and edit.tensor_value(user) is not None)
+    return min(later, default=None)
 
 
 def _is_list(node: Node) -> bool:
@@ -77,6 +89,10 @@ def _routings(facts: dict) -> dict[Node, list[Node]]:
             found.setdefault(fact.idx, []).append(fact.w)
         elif isinstance(fact, Tally) and edit.tensor_value(node).dtype is torch.bool:
             found.setdefault(fact.ids.of, [])
+    flat = dict.fromkeys(fact.of for fact in facts.values() if isinstance(fact, Flat))
+    for w in filter(is_positive, flat):
+        for idx in [each for each in flat if choices.is_integral(each) and sizes(each) == sizes(w)]:
+            found.setdefault(idx, []).append(w)
     return {idx: list(dict.fromkeys(scores)) for idx, scores in found.items() if edit.tensor_value(idx).dim() == 2}
 
 

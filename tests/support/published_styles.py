@@ -111,4 +111,36 @@ class KeepsSorted(Stacked):
         return torch.zeros_like(rows).index_add(0, tokens, out).view_as(x)
 
 
-PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, AddsToViews, SoftmaxByHand, ConstantExperts, KeepsSorted)
+class ActivePairs(Layer):
+    """Pairs whose weight is not zero, sorted by expert, cut by counts and put back where they were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).sigmoid().topk(K)
+        flat = weights.reshape(-1)
+        active = torch.where(flat != 0)[0]
+        experts = chosen.reshape(-1)[active]
+        counts = torch.zeros(E, dtype=torch.int64).scatter_add_(0, experts, torch.ones_like(experts))
+        places = active[experts.argsort(stable=True)]
+        parts = rows[places // K].split(counts.tolist())
+        y = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if part.numel()])
+        out, scores = torch.zeros(rows.shape[0] * K, D), torch.zeros(rows.shape[0] * K)
+        out[places], scores[places] = y, flat[places]
+        return (out * scores[:, None]).view(-1, K, D).sum(1).view_as(x)
+
+
+class RowsBehindOne(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K)
+        masks = F.one_hot(chosen, E).permute(2, 1, 0)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            choice, tokens = torch.where(masks[e])
+            y = expert(rows.unsqueeze(0)[:, tokens, :].reshape(-1, D)) * weights[tokens, choice].unsqueeze(-1)
+            out.index_add_(0, tokens, y)
+        return out.view_as(x)
+
+
+PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, AddsToViews, ActivePairs, RowsBehindOne, SoftmaxByHand,
+                    ConstantExperts, KeepsSorted)  # fmt: skip

@@ -295,7 +295,8 @@ def _symbols(gm: GraphModule, experts: int) -> dict[sympy.Symbol, int]:
     chosen = {hint: min(hint, 3 + 2 * place) for place, hint in enumerate(small)}
     others = int(sympy.prod([*chosen.values()]))
     tokens = experts * (4 if experts <= _FEW else 1)
-    dims = max(sum(hints.get(expr(size)) == largest for size in each.shape) for each in inputs if isinstance(each, Tensor))
+    shapes = [list(map(expr, each.shape)) for each in inputs if isinstance(each, Tensor)]
+    dims = max(sum(hints.get(size) == largest for size in shape) for shape in shapes)
     enough = int((max(_TOKENS, tokens) // others) ** (1 / max(dims, 1))) + 1
     chosen[largest] = max(enough, *(2 * each + 2 for each in (0, *_bounds(gm))))
     found = {symbol: chosen[hint] for symbol, hint in hints.items() if hint in chosen}

@@ -18,7 +18,15 @@ from moefx.ir.writes import storage, writes
 
 def shorten(gm: GraphModule) -> None:
     """x[i, :] and x[i, ...] become x[i], x[i, None] becomes x[i].unsqueeze(1), and so does x[i, 3:4]:
-    x[i, 3].unsqueeze(1)."""
+    x[i, 3].unsqueeze(1). x.unsqueeze(0)[:, i] becomes x[i].unsqueeze(0)."""
+    for node in list(gm.graph.nodes):
+        if node.target is operator.getitem and _is_behind_one(node):
+            with edit.at(node):
+                rows = edit.valued(edit.call(gm.graph, operator.getitem, node.args[0].args[0], node.args[1][1:]))
+                wide = gm.graph.call_method("unsqueeze", (rows, 0))
+            wide.meta["val"] = edit.tensor_value(node)
+            node.replace_all_uses_with(wide)
+            gm.graph.erase_node(node)
     for node in list(gm.graph.nodes):
         item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
         if not isinstance(item, tuple) or not any(isinstance(i, Node) for i in item):
@@ -35,6 +43,13 @@ def shorten(gm: GraphModule) -> None:
             rows.meta["val"] = edit.tensor_value(node).select(1, 0)
             node.replace_all_uses_with(wide)
             gm.graph.erase_node(node)
+
+
+def _is_behind_one(node: Node) -> bool:
+    """Whether x.unsqueeze(0)[:, i, ..] picks rows of x."""
+    x, item = node.args
+    picks = isinstance(item, tuple) and len(item) > 1 and item[0] == slice(None) and isinstance(item[1], Node)
+    return picks and isinstance(x, Node) and op_name(x) == "unsqueeze" and arg(x, 1, "dim") == 0
 
 
 def on_one_axis(gm: GraphModule) -> None:

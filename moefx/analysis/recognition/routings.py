@@ -98,4 +98,4 @@ def _is_choice(node: Node) -> bool:
 
 
 def _choices(idx: Node) -> int:
-    return edit.tensor_value(idx).shape[-1]
+    return edit.tensor_value(idx).shape[-1] if edit.tensor_value(idx).dim() else 0
