@@ -142,5 +142,17 @@ class RowsBehindOne(Layer):
         return out.view_as(x)
 
 
-PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, AddsToViews, ActivePairs, RowsBehindOne, SoftmaxByHand,
+class MaskedTokens(Layer):
+    """Every expert gets all tokens, zero where it was not chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            weight = (weights * (chosen == e).float()).sum(-1)
+            out = out + expert(x * (chosen == e).any(-1).unsqueeze(-1)) * weight.unsqueeze(-1)
+        return out
+
+
+PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, MaskedTokens, AddsToViews, ActivePairs, RowsBehindOne, SoftmaxByHand,
                     ConstantExperts, KeepsSorted)  # fmt: skip

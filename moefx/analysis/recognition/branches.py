@@ -13,9 +13,9 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moefx.analysis.recognition.facts import Index, OfExpert, Read, Weighed, tokens_of
+from moefx.analysis.recognition.facts import Index, Mask, OfExpert, Read, Weighed, tokens_of
 from moefx.analysis.recognition.indexing import taken
-from moefx.analysis.recognition.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
+from moefx.analysis.recognition.roles import Body, Chosen, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.recognition.structure import structure
 from moefx.errors import RaiseError
 from moefx.ir import edit
@@ -67,7 +67,7 @@ class Branches:
             role = self._role(nodes)
             if role is not None:
                 self.roles[nodes[0]] = role
-                if isinstance(role, (Tokens, Part, Scores, Slices, Body, Count)):
+                if isinstance(role, (Tokens, Part, Scores, Chosen, Slices, Body, Count)):
                     self.members.update(nodes)
                 continue
             self.members.update(nodes)
@@ -136,6 +136,8 @@ class Branches:
             return Slices(source, None if kind == "slice" else kind, tuple(experts))
         if kind in ("tokens", "flat tokens"):
             return Tokens(source, kind == "flat tokens")
+        if kind == "chosen":
+            return Chosen()
         if kind == "rows":
             return Part(source)
         has_gradient = [edit.tensor_value(each).requires_grad for each in (source, nodes[0])]
@@ -147,6 +149,8 @@ class Branches:
         fact = self.facts.get(node)
         if self.dense and isinstance(fact, Weighed) and fact.is_of_tokens:
             return fact.w, "scores", fact.mask.expert
+        if self.dense and isinstance(fact, Mask) and fact.is_of_tokens:
+            return fact.idx, "chosen", fact.expert
         if isinstance(fact, Read):
             return fact.w, "scores", fact.mask.expert
         if isinstance(fact, OfExpert) and fact.source is not None:

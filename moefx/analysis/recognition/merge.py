@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from moefx.analysis.recognition.branches import Branches
-from moefx.analysis.recognition.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
+from moefx.analysis.recognition.roles import Body, Chosen, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.recognition.routings import may_name_nobody
 from moefx.analysis.recognition.row_ops import RowOps
 from moefx.errors import MoefxError, RaiseError
@@ -83,7 +83,7 @@ class Emitter:
         if isinstance(role, Shared):
             axes = self._axes_of_tokens(node)
             return region.dispatch(region.per_token(node, flat=axes < len(self._tokens))) if axes else node
-        if isinstance(role, Body):
+        if isinstance(role, (Body, Chosen)):
             return node
         if isinstance(role, Count):
             return region.method("size", region.like, 0)
@@ -158,9 +158,19 @@ class Emitter:
             return len(tokens)
         return int(found[:1] == (sympy.prod(tokens),))
 
+    def _of_chosen(self, node: Node) -> Node:
+        """x * mask: of the tokens that chose the expert, x."""
+        rest = [a for a in node.args if not isinstance(self.branches.roles.get(a), Chosen)]
+        if op_name(node) != "mul" or len(rest) != 1 or not isinstance(rest[0], Node):
+            raise RaiseError(f"{called(node)} of an expert reads where tokens chose it", where=edit.place(node),
+                             hint="multiply tokens by the mask, or leave it out: weigh what experts give")  # fmt: skip
+        return self.region.cast(self.new[rest[0]], edit.tensor_value(node).dtype)
+
     def _op(self, node: Node) -> Node:
         """The op on all rows; where it takes a per-expert parameter, its grouped form."""
         name = op_name(node)
+        if any(isinstance(self.branches.roles.get(a), Chosen) for a in node.all_input_nodes):
+            return self._of_chosen(node)
         per_expert = [a in self.stacked for a in node.all_input_nodes]
         if not any(per_expert):
             if self._rows is None or node not in self._of_rows:

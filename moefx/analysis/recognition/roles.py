@@ -39,6 +39,11 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """Of a branch that computes all tokens: one where a token chose e, zero elsewhere."""
+
+
+@dataclass(frozen=True)
 class Stack:
     """One parameter or buffer per expert."""
 
