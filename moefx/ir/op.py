@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from moefx._torch_compat import OpOverload
 from moefx.errors import MoefxError
@@ -355,7 +355,9 @@ def known_same(a: Any, b: Any) -> bool:
     sized = next((size for size in (a, b) if isinstance(size, torch.SymInt)), None)
     if sized is None or free_unbacked_symbols([a, b]):
         return False
-    # Torch's statically_known_true remembers what it said before a condition was added.
+    if statically_known_true(a == b):
+        return True
+    # It remembers what it said before a condition was added.
     env, wanted = sized.node.shape_env, _up_to_a_factor(expr(a) - expr(b))
     equal = (env.replace(guard.expr) for guard in env.guards if isinstance(guard.expr, sympy.Eq))
     if any(isinstance(e, sympy.Eq) and _up_to_a_factor(e.lhs - e.rhs) in (wanted, -wanted) for e in equal):
