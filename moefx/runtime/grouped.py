@@ -138,7 +138,7 @@ def _always(rows: Tensor, width: int, slots: int) -> bool:
 
 def _aligned(rows: Tensor, width: int, slots: int) -> bool:
     """The CUDA kernel wants rows of whole 16-byte units, at least one row, and fewer than 1024 slots. How many rows a
-    slot has is free: rows lie one behind the other in both operands (ATen/native/cuda/GroupMMCommon.cuh)."""
+    slot has is free: rows lie one after the other in both operands (ATen/native/cuda/GroupMMCommon.cuh)."""
     unit = 16 // rows.element_size()
     if not rows.is_contiguous() or rows.data_ptr() % 16 or slots >= 1024:
         return False
