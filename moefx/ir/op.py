@@ -54,6 +54,7 @@ class Gemm:
     k: sympy.Expr
     batch: sympy.Expr
     dtype: str
+    beside: sympy.Expr = sympy.S.Zero  # bytes that the op reads and writes before and behind its product
 
 
 @dataclass(frozen=True)

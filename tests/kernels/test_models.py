@@ -71,8 +71,9 @@ def test_models(name: str, layout: Layout, options: dict[str, Any], calls: tuple
     run_sharing(world, check, layout, case, steps_of(case, [[(2, 8)] * batches]), options, calls)
 
 
-def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[Step]) -> None:
-    compiled = compiled_case(case, layout)
+def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[Step],
+                 options: dict[str, Any]) -> None:  # fmt: skip
+    compiled = compiled_case(case, layout, partial(moefx.compile, **options))
     with closing(compiled):
         check_compiled(rank, layout, case, steps, compiled)
         code = moefx.inspect(compiled).code
@@ -80,10 +81,13 @@ def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[
     assert "dispatch(" not in code["forward"]
 
 
-@pytest.mark.parametrize("layout", [EP1, DP2], ids=str)
-def test_whole_layers_where_experts_are_at_home(layout: Layout) -> None:
+@pytest.mark.parametrize(("layout", "options"), [
+    pytest.param(EP1, {}, marks=pytest.mark.full), (EP1, {"machine": "emulated-200mbit"}), (DP2, {}),
+], ids=str)  # fmt: skip
+def test_whole_layers_where_experts_are_at_home(layout: Layout, options: dict[str, Any]) -> None:
     case, world = CASES["qwen3_moe-grouped_mm"], layout[0][0]
-    run_sharing(world, check_layers, layout, case, steps_of(case, [[(2, 8), (2, 6)][:world], [(1, 9)] * world]))
+    steps = steps_of(case, [[(2, 8), (2, 6)][:world], [(1, 9)] * world])
+    run_sharing(world, check_layers, layout, case, steps, options)
 
 
 def test_with_a_machine_the_planner_has_the_same_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.ir.meaning import meaning, sized
-from moefx.ir.op import REGISTRY, Gemm, Volume, argument, define, numel
+from moefx.ir.op import REGISTRY, Gemm, Volume, argument, define, numel, value
 
 FP8 = torch.float8_e4m3fn
 _ops = torch.ops.moefx
@@ -39,13 +39,15 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _volume(node: Node) -> Volume:
-    """Bytes are written and read again besides."""
-    found = _exact.volume(node)
-    return replace(found, hbm_bytes=found.hbm_bytes + 2 * _entries(node))
+    """Rows and weights are read twice to make bytes of them, which are written and read."""
+    found, size = _exact.volume(node), value(argument(node, "rows")).element_size()
+    return replace(found, hbm_bytes=found.hbm_bytes + (size + 2) * _entries(node))
 
 
 def _product(node: Node) -> Gemm:
-    return replace(_exact.gemm(node), dtype=str(FP8).removeprefix("torch."))
+    """Bytes are made in two passes over rows and weights: one finds scales, one rounds."""
+    size = value(argument(node, "rows")).element_size()
+    return replace(_exact.gemm(node), dtype=str(FP8).removeprefix("torch."), beside=(2 * size + 1) * _entries(node))
 
 
 def _entries(node: Node) -> sympy.Expr:
