@@ -112,8 +112,6 @@ def calls(t: dict[str, Tensor], k: int) -> dict[str, tuple[Callable, Callable, f
     return {
         "route": both("route", t["idx"], None, None, experts, least=2 * pairs),
         "dispatch": both("dispatch", x, perm, k, least=tokens + rows + pairs),
-        "dispatch, weighted": both("dispatch", x, perm, k, weights=w, least=tokens + rows + pairs),
-        "dispatch_padded": both("dispatch_padded", x, perm, counts, k, 16, least=tokens + rows + pairs),
         "combine": both("combine", r, w, perm, k, least=tokens + rows + pairs),
         "combine, unweighted": both("combine", r, None, perm, k, least=tokens + rows + pairs),
         "combine_backward": both("combine_backward", x, r, w, perm, k, least=tokens + 2 * rows + pairs),

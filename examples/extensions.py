@@ -1,4 +1,4 @@
-"""A scheduler, an all-to-all and a codec of one's own, each in a few lines, against the built-in ones.
+"""A scheduler, an all-to-all, a codec and a kernel of one's own, each in a few lines, against the built-in ones.
 
     torchrun --nproc-per-node 2 examples/extensions.py
 
@@ -7,6 +7,9 @@ Two ranks train a small MoE layer over gloo for one step: with what moefx has, a
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,6 +73,24 @@ SCALED_FP8 = Codec(
 )
 
 
+def linear_per_expert(
+    rows: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool = False, bias: Tensor | None = None
+) -> Tensor:
+    """Rows [R, I], sorted by expert, times the matrix of each: [O, I], or [I, O] if transposed. Others give zeros."""
+    matrices = weight if transposed else weight.transpose(1, 2)
+    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        mine = slice(start, start + count)
+        out[mine] = rows[mine] @ matrices[expert] + (0 if bias is None else bias[expert])
+        start += count
+    return out
+
+
+def takes_linear(device: str, given: Mapping[str, Any]) -> bool:
+    return device == "cpu" and given["rows"].dim() == 2
+
+
 class Experts(nn.Module):
     """Tokens [B, L, D] to the two best of 4 experts, one after the other, as one writes it for a single device."""
 
@@ -118,8 +139,11 @@ def main() -> None:
         "scheduler": (moefx.Options(chunks=2, scheduler="critical-path-first"), 0.0),
         "all-to-all": (moefx.Options.named(chunks=2, alltoall="near-first", ranks_per_node=1), 0.0),
         "codec": (moefx.Options.named(chunks=2, codec="scaled-fp8"), 0.1),
+        "kernel": (moefx.Options(chunks=2), 1e-5),
     }
     for what, (options, allowed) in tried.items():
+        if what == "kernel":  # from here on
+            moefx.register_kernel("grouped_linear", f"{__name__}.linear_per_expert", takes_linear)
         found = step(mesh, options)
         error = difference(found, expected)
         if error > allowed:

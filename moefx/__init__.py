@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from moefx import accelerators as _accelerators
 from moefx import checkpoint, errors, extend, features
 from moefx import uncaught as _uncaught
-from moefx.extend import register_all_to_all, register_codec, register_scheduler
+from moefx.extend import register_all_to_all, register_codec, register_kernel, register_scheduler
 from moefx.model.api import CompiledModule, compile
 from moefx.options import Options
 from moefx.options.groups import AllToAll, Debug, Parallel, Placement
@@ -49,6 +49,7 @@ __all__ = [
     "profile",
     "register_all_to_all",
     "register_codec",
+    "register_kernel",
     "register_scheduler",
     "timeline",
     *_groups,

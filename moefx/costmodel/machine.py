@@ -158,7 +158,8 @@ class Machine:
         if amounts.gemm is not None:
             g = amounts.gemm
             shape = [at(size, sizes) for size in (g.m, g.n, g.k, g.batch)]
-            return [(COMPUTE, self.gemm_model(g.dtype).seconds(*shape, self.launch_s))]
+            beside = at(g.beside, sizes) / self.memory_bytes_per_s
+            return [(COMPUTE, self.gemm_model(g.dtype).seconds(*shape, self.launch_s) + beside)]
         if amounts.kind is Kind.GEMM:
             peak = self.gemm_model(amounts.dtype).peak_flops_per_s
             moving = max(moving, self.launch_s + at(amounts.volume.flops, sizes) / peak)
@@ -188,7 +189,8 @@ class Machine:
         launch = how("launch", self.launch_s)
         if amounts.gemm is not None:
             g: Gemm = amounts.gemm
-            return launch + self.gemm_model(g.dtype).formula(g.m, g.n, g.k, g.batch, g.dtype, how)
+            beside = g.beside / self._bandwidth(amounts.kind, how)
+            return launch + self.gemm_model(g.dtype).formula(g.m, g.n, g.k, g.batch, g.dtype, how) + beside
         moving = amounts.volume.hbm_bytes / self._bandwidth(amounts.kind, how)
         if amounts.kind is Kind.GEMM:
             peak = how(f"peak_{amounts.dtype}", self.gemm_model(amounts.dtype).peak_flops_per_s)

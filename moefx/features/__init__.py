@@ -21,6 +21,7 @@ LISTED = (
     "dedup",
     "exact",
     "fastermoe",
+    "fp8",
     "fsdp",
     "hecate",
     "islands",

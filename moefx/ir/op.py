@@ -54,6 +54,7 @@ class Gemm:
     k: sympy.Expr
     batch: sympy.Expr
     dtype: str
+    beside: sympy.Expr = sympy.S.Zero  # bytes that the op reads and writes before and behind its product
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,8 @@ class OpDef:
         if nobody knows. per_token: the arguments that have one entry per token. along: what it makes along its axis of
         what ranks have in common, None if it treats all axes alike.
     again: whether the backward may compute it again: not choices and sizes. lean: as readily as elementwise ops.
-    of_user: it stands for an op that the user wrote. rounds: it loses digits.
-    drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py.
-    gemm: the shape of its product.
+    of_user: it stands for a user's op. rounds: what it is without rounding: an op, or True, its first argument.
+    drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py. gemm: the shape of its product.
     axes_of: the mesh axes that a collective runs over, collective: its kind, one of `COLLECTIVES`; payload: the
         argument that is the buffer, "" for the result, or its bytes where neither is. sent: what goes over which link,
         where the op itself says it. link: "comm" if it keeps all links busy, "intra" or "inter" for one.
@@ -238,7 +238,7 @@ class OpDef:
     again: bool = True
     lean: bool = False
     of_user: bool = False
-    rounds: bool = False
+    rounds: Any = False
     drawn: str = "compute"
     gemm: Callable[[Node], Gemm] | None = None
     axes_of: Callable[[Node], str] | None = None

@@ -6,14 +6,19 @@ The linker asks for every call, with what is known then: device, dtype and width
     auto     on CUDA, where Triton is installed: its kernels but for products in bfloat16, which are torch's
     triton   all kernels of Triton's, products too; on CPU, too, where Triton interprets (TRITON_INTERPRET=1)
 
+Kernels that users register come first, unless the variable says `aten`.
+
 All ranks must choose alike; what they emit is compared.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,9 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
-from moefx.errors import MoefxError
-from moefx.ir.op import argument, lookup, value
+from moefx._torch_compat import OpOverload
+from moefx.errors import ExtensionError, MoefxError
+from moefx.ir.op import REGISTRY, argument, lookup, value
+from moefx.ir.text import path_of
+from moefx.registered import Registered
+
+log = logging.getLogger("moefx.link")
 
 MODES = ("auto", "triton", "aten")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,6 +60,9 @@ def choose(function: str, call: Node, device_type: str) -> str:
 
     Raises MoefxError for an unknown MOEFX_KERNELS, or where it asks for Triton and there is none.
     """
+    for path, takes in _registered().get(REGISTRY[call.target].name, ()):
+        if takes(device_type, _arguments(call)):
+            return path
     if not _may_choose(device_type):
         return function
     forms = (form for form in FORMS.get(function, ()) if chosen_mode() in form.modes and form.takes(call))
@@ -57,7 +71,7 @@ def choose(function: str, call: Node, device_type: str) -> str:
 
 def chooser(device_type: str) -> Callable[[Node], bool] | None:
     """Whether the call of a dialect op becomes another form than ATen's on devices of this type; None: no call does."""
-    if not _may_choose(device_type):
+    if not _may_choose(device_type) and not _registered():
         return None
 
     def has_kernel(call: Node) -> bool:
@@ -66,6 +80,53 @@ def chooser(device_type: str) -> Callable[[Node], bool] | None:
             choose(op.runtime.function, call, device_type) != op.runtime.function)  # fmt: skip
 
     return has_kernel
+
+
+_REGISTERED: dict[str, list[tuple[str, Registered]]] = {}  # {op: (path, takes), in order}
+
+
+def register_kernel(op: str, path: str, takes: Callable[[str, Mapping[str, Any]], bool]) -> bool:
+    """Let programs call another function for an op, on every rank and before compiling.
+
+    op: its name, as "grouped_linear"; docs/map.md has them all. path: of the function, as "package.module.name". It
+    takes what the one of moefx's runtime takes that the op becomes, and gives the same, up to rounding. takes: whether
+    it can run a call: (type of the device, {argument of the op: a tensor without memory, or a number}) -> bool, the
+    same on all ranks. Of several functions, the first that takes a call runs it.
+
+    Returns whether the function can be imported; where it cannot, nothing changes. Raises ExtensionError for an op that
+    there is not, and for what is no function of a module.
+    """
+    known = [each.name for each in REGISTRY.values() if each.runtime and isinstance(each.target, OpOverload)]
+    if op not in known:
+        near = difflib.get_close_matches(op, known, 1) if isinstance(op, str) else []
+        raise ExtensionError(f"there is no op '{op}' that a kernel could run",
+                             hint=f"did you mean {near[0]}?" if near else "docs/map.md has them all")  # fmt: skip
+    module, _, name = path.rpartition(".")
+    try:
+        home = importlib.import_module(module)
+    except (ImportError, OSError) as error:  # the latter: a library that it needs
+        log.info("the kernel %s is not here: %s", path, error)
+        return False
+    found = getattr(home, name, None)
+    if not callable(found) or path_of(found) is None:
+        raise ExtensionError(f"the kernel {path} is no function that other code can import",
+                             hint="give one that stands at the top of a module")  # fmt: skip
+    _REGISTERED.setdefault(op, []).append((path, Registered(f"takes of the kernel {path}", takes, (bool,))))
+    return True
+
+
+def registered_kernels() -> list[str]:
+    """Paths of those that users registered, which may be called."""
+    return [path for found in _registered().values() for path, _ in found]
+
+
+def _registered() -> Mapping[str, list[tuple[str, Registered]]]:
+    return {} if os.environ.get("MOEFX_KERNELS") == "aten" else _REGISTERED
+
+
+def _arguments(call: Any) -> dict[str, Any]:
+    """Of an op, by name: fakes of tensors, and numbers."""
+    return {each.name: map_arg(argument(call, each.name), value) for each in call.target._schema.arguments}
 
 
 def _may_choose(device_type: str) -> bool:

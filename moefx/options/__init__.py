@@ -113,8 +113,7 @@ class Options(Group):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Options:
-        """The choices of a published system, or of another preset, with `changes`. Raises MoefxError for an unknown
-        name."""
+        """The choices of a published system, or of another preset. Raises MoefxError for an unknown name."""
         known = rooms.presets()
         if not isinstance(name, str) or name not in known:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(known)}" if known else None)

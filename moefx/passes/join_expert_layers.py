@@ -5,8 +5,8 @@ Contract
     gives  PLACED   the same numbers, up to rounding; the backward is one op, too, and keeps tokens and the results of
                     the first product
     never  does anything where PyTorch's form would run (`PassContext.has_kernel`), where ranks share experts or
-           their tokens, or where something else reads what is between; with a machine, or where rows are not to be
-           kept for the backward, ops stay apart, as the planner chooses what is kept of each
+           their tokens, or where something else reads what is between; where rows are not to be kept for the backward,
+           or a planner may choose so, ops stay apart, and where it may spread the experts over ranks
 
 Pseudo-code
     for every combine with weights: combine <- product <- gated activation of one tensor <- product <- dispatch
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx import rooms
 from moefx.analysis.restorables import Class
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
@@ -75,7 +76,10 @@ def _layer_of(combine: Node) -> _Layer | None:
 def _why_not(layer: _Layer, ctx: PassContext) -> str | None:
     combine, second, gated, first, dispatch = layer
     weights = argument(combine, "weights")
-    if ctx.machine is not None or any(ctx.way_of(_class(combine, role)) != "keep" for role in _ROLES):
+    may_restore = ctx.options.memory_limit is not None or ctx.options.formula in rooms.formulas()
+    if ctx.machine is not None and ctx.mesh.size(ctx.mesh.everyone) > 1:
+        return "its experts may be spread over ranks"
+    if (ctx.machine is not None and may_restore) or any(ctx.way_of(_class(combine, role)) != "keep" for role in _ROLES):
         return "what is kept of its rows is chosen one by one"
     if any(len(node.users) != 1 for node in layer[1:]):
         return "something else reads what is between"

@@ -170,7 +170,8 @@ def in_numbers(piece: Piece, sizes: Mapping[str, float]) -> Piece:
     """The piece with all its formulas worked out."""
     a = piece.amounts
     volume = Volume(at(a.volume.flops, sizes), at(a.volume.hbm_bytes, sizes))
-    gemm = a.gemm and replace(a.gemm, **{dim: at(getattr(a.gemm, dim), sizes) for dim in ("m", "n", "k", "batch")})
+    gemm = a.gemm and replace(a.gemm, **{each: at(getattr(a.gemm, each), sizes)
+                                         for each in ("m", "n", "k", "batch", "beside")})  # fmt: skip
     sent = a.sent and tuple(replace(each, nbytes=at(each.nbytes, sizes)) for each in a.sent)
     return replace(piece, amounts=replace(a, volume=volume, gemm=gemm, sent=sent, payload=at(a.payload, sizes)))
 
@@ -184,6 +185,7 @@ def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
         return amounts
     volume = Volume(amounts.volume.flops * share, amounts.volume.hbm_bytes * share)
     rows = "k" if kind == "W" else "m"
-    gemm = amounts.gemm and replace(amounts.gemm, **{rows: getattr(amounts.gemm, rows) * share})
+    gemm = amounts.gemm and replace(amounts.gemm, **{rows: getattr(amounts.gemm, rows) * share},
+                                    beside=amounts.gemm.beside * share)  # fmt: skip
     sent = amounts.sent and tuple(replace(each, nbytes=each.nbytes * share) for each in amounts.sent)
     return replace(amounts, volume=volume, gemm=gemm, sent=sent, payload=amounts.payload * share)

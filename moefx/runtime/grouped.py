@@ -19,13 +19,13 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Provider:
     """One implementation. `linear(rows, matrices [S, I, O], counts, exact, bias [S, O] or None)`,
-    `wgrad(rows, grad, counts) -> [S, I, O]` written into (or added to) `out`; `fits(rows, grad)` tells whether it takes
-    operands of these widths."""
+    `wgrad(rows, grad, counts) -> [S, I, O]` written into (or added to) `out`; `fits(rows, O, S)` tells whether it takes
+    operands of these widths, of so many slots."""
 
     name: str
     linear: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor]
     wgrad: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    fits: Callable[[Tensor, int], bool]
+    fits: Callable[[Tensor, int, int], bool]
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def grouped_linear(
     """
     matrices = weight if transposed else weight.transpose(1, 2)
     flat, flat_counts = _flat(rows, counts)
-    out = _choose(flat, matrices.shape[2]).linear(flat, matrices, flat_counts, exact, bias)
+    out = _choose(flat, matrices.shape[2], len(matrices)).linear(flat, matrices, flat_counts, exact, bias)
     return out.view(*rows.shape[:-1], matrices.shape[2])
 
 
@@ -61,7 +61,7 @@ def grouped_wgrad(
     (rows, flat_counts), (grad, _) = _flat(rows, counts), _flat(grad, counts)
     # The gradient of the other layout is the transpose, and each layout is one product with the operands swapped.
     left, right = (rows, grad) if transposed else (grad, rows)
-    return _choose(left, right.shape[1]).wgrad(left, right.contiguous(), flat_counts, out)
+    return _choose(left, right.shape[1], len(counts)).wgrad(left, right.contiguous(), flat_counts, out)
 
 
 def _flat(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,9 @@ def _flat(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return (rows, counts) if rows.dim() == 2 else (rows.flatten(0, -2), counts * rows.shape[1:-1].numel())
 
 
-def _choose(rows: Tensor, width: int) -> Provider:
+def _choose(rows: Tensor, width: int, slots: int) -> Provider:
     provider = PROVIDERS.get((rows.device.type, rows.dtype), LOOP)
-    return provider if provider.fits(rows, width) else LOOP
+    return provider if provider.fits(rows, width, slots) else LOOP
 
 
 def _sizes(counts: Tensor, rows: int) -> list[int]:
@@ -132,15 +132,17 @@ def _grouped_wgrad(left: Tensor, right: Tensor, counts: Tensor, out: Tensor | No
     return result if out is None else out.add_(result)
 
 
-def _always(rows: Tensor, width: int) -> bool:
+def _always(rows: Tensor, width: int, slots: int) -> bool:
     return True
 
 
-def _aligned(rows: Tensor, width: int) -> bool:
-    """The CUDA kernel wants rows of whole 16-byte units and at least one row."""
+def _aligned(rows: Tensor, width: int, slots: int) -> bool:
+    """The CUDA kernel wants rows of whole 16-byte units, at least one row, and fewer than 1024 slots. How many rows a
+    slot has is free: rows lie one after the other in both operands (ATen/native/cuda/GroupMMCommon.cuh)."""
     unit = 16 // rows.element_size()
-    contiguous = rows.is_contiguous() and rows.data_ptr() % 16 == 0
-    return contiguous and rows.shape[0] > 0 and rows.shape[1] % unit == 0 and width % unit == 0
+    if not rows.is_contiguous() or rows.data_ptr() % 16 or slots >= 1024:
+        return False
+    return rows.shape[0] > 0 and rows.shape[1] % unit == 0 and width % unit == 0
 
 
 LOOP = Provider("mm loop", _loop_linear, _loop_wgrad, _always)

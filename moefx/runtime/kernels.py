@@ -75,37 +75,10 @@ def inverse(perm: Tensor) -> Tensor:
     return torch.empty_like(perm).scatter_(0, perm, places)
 
 
-def dispatch(x: Tensor, perm: Tensor, K: int, rows: int | None = None, *, weights: Tensor | None = None) -> Tensor:
+def dispatch(x: Tensor, perm: Tensor, K: int, rows: int | None = None) -> Tensor:
     """x [T, D], perm [T*K] -> rows [T*K, D], the token row of each pair in slot order; of the first `rows` pairs, if it
-    is given. With weights [T, K] each is multiplied by its pair's, in the promoted dtype."""
-    picked = x.index_select(0, perm[:rows] // K)
-    if weights is None:
-        return picked
-    return _scale_rows(picked, dispatch_choices(weights, perm[:rows]), torch.promote_types(x.dtype, weights.dtype))
-
-
-def dispatch_padded(
-    x: Tensor, perm: Tensor, counts: Tensor, K: int, multiple: int, *, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`dispatch` where every slot's rows begin at a multiple of `multiple` rows, zeros between them.
-
-    counts [S] int64. Returns rows [B, ...], places [N] int32 of the pairs in them, and int64 [S], the rows of each slot
-    with its padding. B is an upper bound that needs no size from the device; dropped pairs have the place B.
-    """
-    bound = padded_bound(perm.numel(), counts.numel(), multiple)
-    padded = (counts + (multiple - 1)) // multiple * multiple
-    ends, row = counts.cumsum(0), torch.arange(perm.numel(), device=perm.device)
-    slot = torch.searchsorted(ends, row, right=True)
-    shift = torch.cat([counts.new_zeros(1), (padded - counts).cumsum(0)])  # of the rows of each slot, and of nobody's
-    place = (row + shift[slot]).masked_fill(row >= ends[-1], bound)
-    moved = dispatch(x, perm, K, weights=weights)
-    rows = moved.new_zeros(bound + 1, *x.shape[1:]).index_copy_(0, place, moved)
-    return rows[:bound], torch.empty_like(place).scatter_(0, perm, place).to(torch.int32), padded
-
-
-def padded_bound(pairs: int, slots: int, multiple: int) -> int:
-    """Rows that are enough for so many pairs in segments that begin at multiples."""
-    return (pairs + slots * (multiple - 1)) // multiple * multiple
+    is given."""
+    return x.index_select(0, perm[:rows] // K)
 
 
 def dispatch_choices(c: Tensor, perm: Tensor) -> Tensor:

@@ -138,6 +138,10 @@ def test_matmuls_saturate_in_every_dim():
     assert here.time_of(product, sizes) == pytest.approx(wanted)
     assert at(here.formula(product), sizes) == pytest.approx(wanted)
     assert here.time_of(product, {**sizes, "m": 0}) == LAUNCH
+    more = replace(product, gemm=replace(product.gemm, beside=sympy.Symbol("m") * 1000))
+    wanted += 128_000 / here.memory_bytes_per_s
+    assert here.time_of(more, sizes) == pytest.approx(wanted)
+    assert at(here.formula(more), sizes) == pytest.approx(wanted)
 
 
 def test_of_a_dtype_that_was_not_measured_the_nearest_in_size_counts():

@@ -22,6 +22,7 @@ REFUSED = {
     "dedup": ("alltoall='dedup'", "no all-to-all 'dedup'"),
     "exact": ("placement='exact'", "no policy of placement 'exact'"),
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),
+    "fp8": ("fp8=True", "no option 'fp8'"),
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
     "hecate": ("placement='hecate'", "no policy of placement 'hecate'"),
     "islands": ("islands=True", "no option 'islands'"),

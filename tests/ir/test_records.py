@@ -30,7 +30,8 @@ MAKERS = {
     "passes/join_expert_layers.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/expand_transport.py", "features/saa/phase_returns.py",
-    "features/whole_blocks/cut_blocks.py",
+    "features/whole_blocks/cut_blocks.py", "features/fp8/scale_products.py",
+    "features/fp8/ops.py",  # what its op is without rounding
     "passes/place_parameters.py", "passes/place_regions.py",
     "features/exact/plan_exactly.py", "passes/raise_grouped.py",
     "passes/sum_statistics.py", "passes/weigh_inside.py", "features/dedup/dedup_nodes.py", "features/dedup/place.py",

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/compiled_kernels.py"
-NAMES = ("route", "dispatch", "dispatch_padded", "combine", "combine_backward", "expert_rows", "expert_rows_backward",
-         "finish_rows", "glu", "glu_clamped", "glu_backward", "grouped_linear", "grouped_wgrad", "layer forward",
-         "layer backward",
+NAMES = ("route", "dispatch", "combine", "combine_backward", "expert_rows", "expert_rows_backward", "finish_rows",
+         "glu", "glu_clamped", "glu_backward", "grouped_linear", "grouped_wgrad", "layer forward", "layer backward",
          *(f"{way} {codec}" for way in ("encode", "decode") for codec in ("int8", "fp8-e4m3", "fp8-e5m2")))  # fmt: skip
 
 

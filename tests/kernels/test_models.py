@@ -12,9 +12,22 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from tests.support.breadth import some
 from tests.support.models import CASES, Case, shallow
 from tests.support.ranks import fake_world, one_rank
-from tests.support.scenarios import EP1, EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of
+from tests.support.scenarios import (
+    EP1,
+    EP2,
+    Layout,
+    Rounding,
+    Step,
+    check_compiled,
+    check_rounding,
+    compiled_case,
+    reads,
+    reference_rounding,
+    steps_of,
+)
 from tests.support.sharing import run_sharing
 
 ESP2: Layout = ((1, 1, 2), ("dp", "ep", "esp"))
@@ -58,8 +71,9 @@ def test_models(name: str, layout: Layout, options: dict[str, Any], calls: tuple
     run_sharing(world, check, layout, case, steps_of(case, [[(2, 8)] * batches]), options, calls)
 
 
-def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[Step]) -> None:
-    compiled = compiled_case(case, layout)
+def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[Step],
+                 options: dict[str, Any]) -> None:  # fmt: skip
+    compiled = compiled_case(case, layout, partial(moefx.compile, **options))
     with closing(compiled):
         check_compiled(rank, layout, case, steps, compiled)
         code = moefx.inspect(compiled).code
@@ -67,10 +81,13 @@ def check_layers(rank: int, world: int, layout: Layout, case: Case, steps: list[
     assert "dispatch(" not in code["forward"]
 
 
-@pytest.mark.parametrize("layout", [EP1, DP2], ids=str)
-def test_whole_layers_where_experts_are_at_home(layout: Layout) -> None:
+@pytest.mark.parametrize(("layout", "options"), [
+    pytest.param(EP1, {}, marks=pytest.mark.full), (EP1, {"machine": "emulated-200mbit"}), (DP2, {}),
+], ids=str)  # fmt: skip
+def test_whole_layers_where_experts_are_at_home(layout: Layout, options: dict[str, Any]) -> None:
     case, world = CASES["qwen3_moe-grouped_mm"], layout[0][0]
-    run_sharing(world, check_layers, layout, case, steps_of(case, [[(2, 8), (2, 6)][:world], [(1, 9)] * world]))
+    steps = steps_of(case, [[(2, 8), (2, 6)][:world], [(1, 9)] * world])
+    run_sharing(world, check_layers, layout, case, steps, options)
 
 
 def test_with_a_machine_the_planner_has_the_same_choices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +138,24 @@ def test_rows_of_bfloat16_stay_that() -> None:
             code = moefx.inspect(compiled).code["forward"]
     assert re.search(r"\.expert_layer\(.*# \(f32\[.*bf16\[", code)  # scores are in single precision
     torch.testing.assert_close(found, meant, rtol=1e-2, atol=1e-2)
+
+
+def rounded(rank: int, world: int, layout: Layout, case: Case, wanted: Rounding, function: str) -> None:
+    """Where Triton interprets it cuts digits of bfloat16 off, which makes twice the error of rounding."""
+    made = []
+
+    def compile_fn(model: torch.nn.Module, mesh: Any) -> Any:
+        made.append(moefx.compile(model, mesh))
+        return made[0]
+
+    check_rounding(rank, world, layout, case, wanted, compile_fn, most=2.0)
+    code = moefx.inspect(made[0]).programs[0].code["forward"]
+    assert re.search(rf"triton_kernels\..*{function}\(.*bf16\[", code)
+
+
+@pytest.mark.parametrize(("name", "layout", "function"), some([
+    ("loop-setitem", EP1, "grouped_linear"), ("gshard-swiglu", EP2, "gated"),
+], "loop-setitem"), ids=str)  # fmt: skip
+def test_under_autocast(name: str, layout: Layout, function: str) -> None:
+    case, world = shallow(name), 1 if layout == EP1 else 2
+    run_sharing(world, rounded, layout, case, reference_rounding(case, world, steps=4), function)

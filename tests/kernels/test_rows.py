@@ -14,32 +14,13 @@ SETTINGS = settings(max_examples=16, deadline=None, derandomize=True)
 
 
 @SETTINGS
-@given(cases(), st.booleans(), st.booleans())
-def test_dispatch(case: Case, some: bool, weighted: bool) -> None:
+@given(cases(), st.booleans())
+def test_dispatch(case: Case, some: bool) -> None:
     perm, _ = case.routing
     x, rows = case.draw(case.T, case.D), case.used if some else None
-    weights = case.draw(case.T, case.K) if weighted else None
-    found = triton_kernels.dispatch(x, perm, case.K, rows, weights=weights)
+    found = triton_kernels.dispatch(x, perm, case.K, rows)
     assert found.dtype == case.dtype
-    if weighted:
-        assert_near(found, kernels.dispatch(wide(x), perm, case.K, rows, weights=wide(weights)))
-    else:
-        assert torch.equal(found, kernels.dispatch(x, perm, case.K, rows))
-
-
-@SETTINGS
-@given(cases(), st.sampled_from([1, 8, 16]), st.booleans())
-def test_dispatch_in_padded_segments(case: Case, multiple: int, weighted: bool) -> None:
-    perm, counts = case.routing
-    x, weights = case.draw(case.T, case.D), case.draw(case.T, case.K) if weighted else None
-    given = x, perm, counts, case.K, multiple
-    rows, places, padded = triton_kernels.dispatch_padded(*given, weights=weights)
-    meant = kernels.dispatch_padded(*map(wide, given), weights=wide(weights))
-    assert_near(rows, meant[0])
-    assert torch.equal(places, meant[1])
-    assert torch.equal(padded, meant[2])
-    assert rows.shape[0] % multiple == 0
-    assert int(padded.sum()) <= rows.shape[0]
+    assert torch.equal(found, kernels.dispatch(x, perm, case.K, rows))
 
 
 def some_rows(case: Case, perm: Tensor, some: bool) -> Tensor:
@@ -78,7 +59,7 @@ def test_gradients_of_combine(case: Case, some: bool, weighted: bool, other: tor
 
 def test_rows_that_are_wider_than_a_tile() -> None:
     case = Case(3, 2, 2, 9000, torch.float32, torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.Generator(), False)
-    test_dispatch.hypothesis.inner_test(case, True, True)
+    test_dispatch.hypothesis.inner_test(case, True)
     test_combine.hypothesis.inner_test(case, False, True, torch.float32)
     test_gradients_of_combine.hypothesis.inner_test(case, False, True, torch.float32)
 

@@ -98,3 +98,12 @@ def test_cuda_bfloat16_aligned_and_not(width: int) -> None:
     wgrad = grouped.grouped_wgrad(rows, grad, counts)
     torch.testing.assert_close(wgrad[1], grad[:30].t() @ rows[:30], rtol=2e-2, atol=2e-2)
     assert wgrad[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize(("height", "width", "out", "slots", "fits"), [
+    (3, 16, 8, 1023, True), (3, 16, 8, 1024, False), (3, 12, 8, 2, False), (3, 16, 12, 2, False), (0, 16, 8, 2, False),
+])  # fmt: skip
+def test_cuda_product_is_called_for_what_it_takes(height: int, width: int, out: int, slots: int, fits: bool) -> None:
+    """Any number of rows per slot, but whole units of 16 bytes a row, and fewer than 1024 slots."""
+    rows = torch.zeros(height, width, dtype=torch.bfloat16)
+    assert grouped.GROUPED_MM_CUDA.fits(rows, out, slots) == fits

@@ -231,8 +231,8 @@ def overall_error(actual: dict[str, Tensor | None], expected: dict[str, Tensor |
 
 
 def check_rounding(rank: int, world: int, layout: Layout, case: Case, wanted: Rounding,
-                   compile_fn: Compile | None = None) -> None:
-    """Under bf16 autocast, errors at most 1.1 times those of eager; fp32 afterwards is as exact as ever."""
+                   compile_fn: Compile | None = None, most: float = 1.1) -> None:
+    """Under bf16 autocast, errors at most `most` times those of eager; fp32 afterwards is as exact as ever."""
     compiled = compiled_case(case, layout, compile_fn)
     all_logits, all_grads = [], []
     for batches, exact in wanted.steps:
@@ -244,8 +244,8 @@ def check_rounding(rank: int, world: int, layout: Layout, case: Case, wanted: Ro
         all_grads.append(overall_error(gradients(compiled), exact.grads))
     logits, grads = _rms(all_logits), _rms(all_grads)
     assert logits > 1e-4, f"logits have fp32 accuracy ({logits:.1e}): autocast was ignored"
-    assert logits <= 1.1 * wanted.logits_error[rank], f"logits {logits:.2e}, eager {wanted.logits_error[rank]:.2e}"
-    assert grads <= 1.1 * wanted.grads_error, f"gradients {grads:.2e}, eager {wanted.grads_error:.2e}"
+    assert logits <= most * wanted.logits_error[rank], f"logits {logits:.2e}, eager {wanted.logits_error[rank]:.2e}"
+    assert grads <= most * wanted.grads_error, f"gradients {grads:.2e}, eager {wanted.grads_error:.2e}"
     compiled.zero_grad()
     batches, exact = wanted.steps[0]
     compiled(**batches[rank]).loss.backward()

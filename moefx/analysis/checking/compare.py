@@ -3,8 +3,8 @@
 The reference is the captured graph on one device. As soon as experts are placed, every rank of the mesh runs in a
 thread on inputs of its own (of unequal batch sizes where the model allows it), and is compared with the captured graph
 on the same inputs: outputs rank by rank, gradients of parameters averaged over the ranks. A pass that changes no
-arithmetic must give the same bits as the graphs before it. Graphs that round (half precision, codecs) are compared with
-few digits, and once more, with as many as any others, without the rounding.
+arithmetic must give the same bits as the graphs before it. Graphs that round (half precision, codecs, fp8) are compared
+with few digits, and once more, with as many as any others, without the rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,23 +53,17 @@ class Result:
 class Comparison:
     """Runs graphs of the program that was captured as `gm`. Every method raises VerifyError naming the first value that
     differs; the first run raises MoefxError where the captured graph itself fails. What cannot be compared (too large,
-    random, not on CPU) is logged once and then skipped."""
+    random, not on CPU) is logged once and then skipped. rounds: run graphs with the rounding that they ask for."""
 
     def __init__(self, gm: GraphModule, ctx: PassContext, *, rounds: bool = True) -> None:
-        """rounds: run graphs with the rounding that they ask for."""
         self.ctx, self.rounds = ctx, rounds
         self.captured = edit.copy_of(gm)
         self.halves = bool(ctx.autocast or unrounded.has_halves(gm))  # any value may have gone through few digits
         self.coarse = rounds  # whether what was rounded is compared with few digits
-        self.exactly: Comparison | None = None  # compares without the rounding
         self.reason = self._why_not(gm)
-        self.last: list[Result] = []
         self.seen: Any = None  # what the whole graph of the last comparison was, where text says all of it
         if self.reason is None:
             self._start()
-        if self.reason is None and rounds and unrounded.is_possible(gm):
-            coded = ctx.options.alltoall.lossy or ctx.options.alltoall.codec != "identity"
-            self.exactly = Comparison(gm, ctx, rounds=False) if self.halves or coded else None
         if self.reason is not None:
             log.warning("verification by running is skipped: %s", self.reason)
 
@@ -161,7 +156,7 @@ class Comparison:
                     found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[self._data(rank)], places(rank)))
             self._compare(found, placed, exact, summed, self.halves, by_autograd=True)
             self.seen = seen
-        if self.exactly is not None and self.halves:
+        if self.halves and self.exactly is not None:
             self.exactly.whole(gm, placed=placed, exact=exact, summed=summed)
 
     def step(self, step: StepGraphs, *, exact: bool, summed: frozenset[str] | None = None,
@@ -173,8 +168,14 @@ class Comparison:
             with failures.of_pass("graph" if run is None else "code"):
                 found = self._on_ranks(lambda rank: self._step(step, rank, runs))
             self._compare(found, True, exact, summed, rounded)
-        if self.exactly is not None and rounded and run is None:
+        if rounded and run is None and self.exactly is not None:
             self.exactly.step(step, exact=exact, summed=summed)
+
+    @cached_property
+    def exactly(self) -> Comparison | None:
+        """Compares without the rounding."""
+        is_possible = self.reason is None and self.rounds and unrounded.is_possible(self.captured)
+        return Comparison(self.captured, self.ctx, rounds=False) if is_possible else None
 
     # ---- running
 

@@ -1,4 +1,5 @@
-"""Run a graph without the rounding that it asks for: what is half precision becomes single, and codecs do nothing.
+"""Run a graph without the rounding that it asks for: what is half precision becomes single, codecs do nothing, and
+products in fp8 are exact ones.
 
 Then a graph that rounds can be compared with as many digits as any other.
 """
@@ -22,8 +23,10 @@ class Unrounded(Interpreter):
     """Executes a graph; its inputs are to be `widened`."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if target in REGISTRY and REGISTRY[target].rounds:
+        rounds = target in REGISTRY and REGISTRY[target].rounds
+        if rounds is True:
             return args[0].clone()
+        target = rounds or target
         return super().call_function(target, *_in_single(args, kwargs))
 
     def call_method(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

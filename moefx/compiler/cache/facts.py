@@ -74,6 +74,8 @@ def of_options(options: Options) -> str:
         for name in (found,) if isinstance(found, str) else found or ():
             if name not in own:
                 raise Untold(f"the {NAMES[option][0]} '{name}', which was registered")
+    for path in implementations.registered_kernels():
+        raise Untold(f"the kernel {path}, which was registered")
     return repr(sorted(options.told().items()))
 
 

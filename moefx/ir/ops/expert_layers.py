@@ -89,11 +89,13 @@ def _moves(node: Node) -> Volume:
 
 
 def _product(node: Node) -> Gemm:
-    """Both products of all rows as one that computes as much, per expert."""
-    down = value(argument(node, "down"))
+    """Both products of all rows as one that computes as much, per expert. Beside them: the sum over choices, and of the
+    backward the activation, its gradients and the weighed result (`benchmarks/results/compiled_kernels.md`)."""
+    down, rows = value(argument(node, "down")), numel(argument(node, "perm"))
     slots, width, inner = map(expr, down.shape)
     times = 2 if "backward" in node.target.name() else 1
-    return Gemm(numel(argument(node, "perm")) / slots, 3 * times * inner, width, slots, str(down.dtype)[6:])
+    beside = down.element_size() * (rows * width + numel(argument(node, "x")) + (times - 1) * 6 * rows * inner)
+    return Gemm(rows / slots, 3 * times * inner, width, slots, str(down.dtype)[6:], beside)
 
 
 def _space(node: Node) -> sympy.Expr:

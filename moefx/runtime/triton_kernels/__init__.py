@@ -12,11 +12,11 @@ from moefx.runtime.triton_kernels.codecs import decode, encode
 from moefx.runtime.triton_kernels.layer import expert_layer, expert_layer_backward
 from moefx.runtime.triton_kernels.matmul import finished_linear, grouped_linear, grouped_wgrad
 from moefx.runtime.triton_kernels.order import route
-from moefx.runtime.triton_kernels.rows import combine, combine_backward, dispatch, dispatch_padded
+from moefx.runtime.triton_kernels.rows import combine, combine_backward, dispatch
 from moefx.runtime.triton_kernels.segments import expert_rows, expert_rows_backward, finish_rows
 
 __all__ = [
-    "combine", "combine_backward", "decode", "dispatch", "dispatch_padded", "encode", "expert_layer",
-    "expert_layer_backward", "expert_rows", "expert_rows_backward", "finish_rows", "finished_linear", "gated",
-    "gated_backward", "glu", "glu_backward", "grouped_linear", "grouped_wgrad", "route",
+    "combine", "combine_backward", "decode", "dispatch", "encode", "expert_layer", "expert_layer_backward",
+    "expert_rows", "expert_rows_backward", "finish_rows", "finished_linear", "gated", "gated_backward", "glu",
+    "glu_backward", "grouped_linear", "grouped_wgrad", "route",
 ]  # fmt: skip

@@ -14,33 +14,14 @@ from torch import Tensor
 
 from moefx.runtime import kernels
 from moefx.runtime.triton_kernels.launch import MOST, as_rows, or_else, tile_of, warps_of
-from moefx.runtime.triton_kernels.segments import zero_outside
 
 _PAIRS = 1024  # of a program that inverts
 
 
 @or_else(kernels.dispatch)
-def dispatch(x: Tensor, perm: Tensor, K: int, rows: int | None = None, *, weights: Tensor | None = None) -> Tensor:
-    """x [T, ...], perm [T*K] -> rows [T*K, ...], or the first `rows` of them; each times its pair's entry of `weights`
-    [T, K], if given, in the promoted dtype."""
-    num_rows = perm.numel() if rows is None else rows
-    return _spread(x, places_of(perm), K, num_rows, weights)
-
-
-@or_else(kernels.dispatch_padded)
-def dispatch_padded(
-    x: Tensor, perm: Tensor, counts: Tensor, K: int, multiple: int, *, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`dispatch` where every slot's rows begin at a multiple of `multiple` rows, zeros between them.
-
-    counts [S] int64. Returns rows [B, ...], places [N] int32 of the pairs in them, and int64 [S], the rows of each slot
-    with its padding. B is an upper bound that needs no size from the device; dropped pairs have the place B.
-    """
-    bound = kernels.padded_bound(perm.numel(), counts.numel(), multiple)
-    places = _padded_places(perm, counts, multiple, bound)
-    rows = _spread(x, places, K, bound, weights)
-    zero_outside(rows, counts, multiple)
-    return rows, places, (counts + (multiple - 1)) // multiple * multiple
+def dispatch(x: Tensor, perm: Tensor, K: int, rows: int | None = None) -> Tensor:
+    """x [T, ...], perm [T*K] -> rows [T*K, ...], or the first `rows` of them."""
+    return _spread(x, places_of(perm), K, perm.numel() if rows is None else rows)
 
 
 @or_else(kernels.combine)
@@ -57,7 +38,7 @@ def combine_backward(
     """grad [T, ...], rows [R, ...], weights [T, K] or None, perm [T*K] -> grad_rows [R, ...], grad_weights [T, K] or
     None, in the dtypes of rows and weights."""
     if weights is None:
-        return _spread(grad, places_of(perm), K, rows.shape[0], None).to(rows.dtype), None
+        return _spread(grad, places_of(perm), K, rows.shape[0]).to(rows.dtype), None
     return collect_backward(grad, rows, weights, places_of(perm), K)
 
 
@@ -70,26 +51,14 @@ def places_of(perm: Tensor) -> Tensor:
     return places
 
 
-def _padded_places(perm: Tensor, counts: Tensor, multiple: int, bound: int) -> Tensor:
-    places = torch.empty_like(perm, dtype=torch.int32)
-    if perm.numel():
-        slots = counts.numel()
-        invert_padded[(triton.cdiv(perm.numel(), 64),)](
-            perm.contiguous(), counts.contiguous(), places, perm.numel(), bound, multiple, slots,
-            64, triton.next_power_of_2(max(slots, 2)))  # fmt: skip
-    return places
-
-
-def _spread(x: Tensor, places: Tensor, K: int, num_rows: int, weights: Tensor | None) -> Tensor:
+def _spread(x: Tensor, places: Tensor, K: int, num_rows: int) -> Tensor:
     flat = as_rows(x)
-    dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.dtype)
-    out = flat.new_empty(num_rows, flat.shape[1], dtype=dtype)
+    out = flat.new_empty(num_rows, flat.shape[1])
     if out.numel():
         height, columns = tile_of(flat.shape[1])
-        weighted = weights is not None
         spread[(triton.cdiv(flat.shape[0], height),)](
-            flat, places, weights.contiguous() if weighted else flat, out, flat.shape[0], num_rows, flat.stride(0),
-            K, flat.shape[1], height, columns, weighted, num_warps=warps_of(columns))  # fmt: skip
+            flat, places, out, flat.shape[0], num_rows, flat.stride(0), K, flat.shape[1], height, columns,
+            num_warps=warps_of(columns))  # fmt: skip
     return out.view(num_rows, *x.shape[1:])
 
 
@@ -131,23 +100,8 @@ def invert(perm, places, num_pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def invert_padded(perm, counts, places, num_pairs, bound, multiple, num_slots, BLOCK: tl.constexpr, S: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < num_pairs
-    slots = tl.arange(0, S)
-    count = tl.load(counts + slots, mask=slots < num_slots, other=0).to(tl.int32)
-    ends = tl.cumsum(count, 0)
-    gaps = (multiple - count % multiple) % multiple
-    passed = rows[:, None] >= ends[None, :]  # slots that end before a row: their gaps lie before it
-    shift = tl.sum(tl.where(passed, gaps[None, :], 0), 1)
-    kept = rows < tl.sum(count, 0)
-    pairs = tl.load(perm + rows, mask=inside, other=0)
-    tl.store(places + pairs, tl.where(kept, rows + shift, bound), mask=inside)
-
-
-@triton.jit
-def spread(x, places, weights, out, num_tokens, num_rows, x_stride, K: tl.constexpr, D: tl.constexpr,
-           TOKENS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+def spread(x, places, out, num_tokens, num_rows, x_stride, K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+           COLUMNS: tl.constexpr):  # fmt: skip
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = tokens < num_tokens
     for first in tl.static_range(0, D, COLUMNS):
@@ -155,15 +109,9 @@ def spread(x, places, weights, out, num_tokens, num_rows, x_stride, K: tl.conste
         here = inside[:, None] & (columns < D)[None, :]
         value = tl.load(x + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :], mask=here, other=0)
         for choice in range(K):
-            pairs = tokens * K + choice
-            place = tl.load(places + pairs, mask=inside, other=num_rows)
+            place = tl.load(places + tokens * K + choice, mask=inside, other=num_rows)
             given = here & (place < num_rows)[:, None]
-            moved = value
-            if WEIGHTED:
-                scale = tl.load(weights + pairs, mask=inside, other=0).to(tl.float32)
-                moved = value.to(tl.float32) * scale[:, None]
-            target = out + place.to(tl.int64)[:, None] * D + columns[None, :]
-            tl.store(target, moved.to(out.dtype.element_ty), mask=given)
+            tl.store(out + place.to(tl.int64)[:, None] * D + columns[None, :], value, mask=given)
 
 
 @triton.jit

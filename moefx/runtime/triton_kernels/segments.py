@@ -6,8 +6,6 @@ of a fixed order, chunks of rows and then the chunks of a slot, so they are the 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -63,16 +61,6 @@ def expert_rows_backward(g: Tensor, counts: Tensor) -> Tensor:
                                 padded)  # fmt: skip
     sum_parts[(slots, across)](parts, counts.contiguous(), out, slots, width, CHUNK, 16, columns, padded)
     return out.view(slots, *g.shape[1:])
-
-
-def zero_outside(rows: Tensor, counts: Tensor, multiple: int) -> None:
-    """Set to zero, in place, the rows [B, ...] that no pair has, where slots begin at multiples of `multiple` rows."""
-    width, slots = math.prod(rows.shape[1:]), counts.numel()
-    if rows.numel():
-        height, columns = tile_of(width)
-        zero_gaps[(slots + triton.cdiv(rows.shape[0], height),)](
-            rows, counts.contiguous(), rows.shape[0], multiple, slots, width, height, columns,
-            triton.next_power_of_2(max(slots, 2)), num_warps=warps_of(columns))  # fmt: skip
 
 
 @triton.jit
@@ -136,26 +124,3 @@ def sum_parts(parts, counts, out, num_slots, width, CHUNK: tl.constexpr, STEP: t
         here = (rows < end)[:, None] & (columns < width)[None, :]
         total += tl.sum(tl.load(parts + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=here, other=0), 0)
     tl.store(out + slot.to(tl.int64) * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
-
-
-@triton.jit
-def zero_gaps(rows, counts, num_rows, multiple, num_slots, D: tl.constexpr, ROWS: tl.constexpr,
-              COLUMNS: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    slot = tl.program_id(0)
-    slots = tl.arange(0, S)
-    count = tl.load(counts + slots, mask=slots < num_slots, other=0).to(tl.int32)
-    padded = (count + multiple - 1) // multiple * multiple
-    if slot < num_slots:  # the gap behind a slot's rows
-        end = tl.sum(tl.where(slots <= slot, padded, 0), 0)
-        begin = end - tl.sum(tl.where(slots == slot, padded - count, 0), 0)
-    else:  # a tile of what lies behind all slots
-        tile = (slot - num_slots) * ROWS
-        begin = tl.maximum(tl.sum(padded, 0), tile)
-        end = tl.minimum(tile + ROWS, num_rows)
-    for first in range(begin, end, ROWS):
-        at = first + tl.arange(0, ROWS)
-        for column in tl.static_range(0, D, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            here = (at < end)[:, None] & (columns < D)[None, :]
-            target = rows + at.to(tl.int64)[:, None] * D + columns[None, :]
-            tl.store(target, tl.zeros([ROWS, COLUMNS], rows.dtype.element_ty), mask=here)

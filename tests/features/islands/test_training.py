@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.features.islands import runtime
-from tests.support.models import CASES, shallow
+from tests.support.breadth import some
+from tests.support.models import CASES, Case, shallow
 from tests.support.parity import one_token
 from tests.support.ranks import fake_world, one_rank
-from tests.support.scenarios import EP2, check_steps, steps_of
+from tests.support.scenarios import EP1, EP2, Layout, Step, check_compiled, check_steps, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
 
@@ -58,6 +61,31 @@ def test_equal_layers_share_functions_and_stay_a_loop(ran):
     assert 3 <= code.count("def island_") < calls
     assert found.functions == sum(each.count("def island_") for each in moefx.inspect(compiled).code.values())
     assert f"islands: training with gradients calls {found.functions} functions" in str(moefx.explain(compiled))
+
+
+def check_kernels(rank: int, world: int, layout: Layout, case: Case, steps: list[Step], kernels: set[str]) -> None:
+    compiled = compiled_case(case, layout, functools.partial(moefx.compile, islands=True))
+    with closing(compiled):
+        check_compiled(rank, layout, case, steps, compiled)
+        code = moefx.inspect(compiled).code
+    for source in code.values():
+        assert "= island_" in source
+        assert not any(name in part for part in source.split("@islands.")[1:-1] for name in ("triton_kernels", "silu"))
+    assert {name for name in kernels if f"triton_kernels.{name}(" in "".join(code.values())} == kernels
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("name", "layout", "kernels"), some([
+    ("mixtral-grouped_mm", EP1, {"layer.expert_layer", "layer.expert_layer_backward"}),
+    ("gpt_oss-grouped_mm", EP2, {"activations.gated", "activations.gated_backward", "rows.combine_backward"}),
+], "mixtral-grouped_mm"), ids=str)  # fmt: skip
+def test_kernels_do_activations_and_islands_the_rest(
+    ran: list, monkeypatch: pytest.MonkeyPatch, name: str, layout: Layout, kernels: set[str]
+) -> None:
+    monkeypatch.setenv("MOEFX_KERNELS", "triton")
+    case, world = shallow(name), 1 if layout == EP1 else 2
+    run_sharing(world, check_kernels, layout, case, steps_of(case, [[(2, 8)] * world, [(3, 5)] * world]), kernels)
+    assert len(ran) > 4
 
 
 @pytest.mark.full

@@ -1,0 +1,1 @@
+"""Products per expert of numbers in fp8, with a scale per row."""
