@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import sympy
 from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
-from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import tensor_of, trace
 from moefx.ir.fates import Fate, How, Size, quotient, shape_of
 from moefx.ir.op import value
@@ -38,6 +38,9 @@ class BatchDims:
     cut: list[Node] = field(default_factory=list)
 
     def find(self) -> None:
+        inputs = (tensor_of(node) for node in self.gm.graph.find_nodes(op="placeholder"))
+        self.symbols = {size for tensor in inputs if tensor is not None for size in shape_of(tensor)
+                        if not isinstance(size, int)}  # fmt: skip
         for node in self.gm.graph.nodes:
             self._label(node)
         self.cut = self._worth_it()
@@ -123,9 +126,8 @@ class BatchDims:
                 place = None
             if needs.setdefault(operand.node, place) != place:
                 return None, f"it reads {operand.node.name} twice, cut and whole"
-        held = sizes_held(node).get(dim)
-        if held is not None and type(held.of(node)) is int and held.of(node) not in (-1, self.batch):
-            return None, f"it fixes the number of samples as {held.of(node)}"
+        if not self._is_batches(shape_of(tensor_of(node))[dim]):
+            return None, "data decide how much of it a sample is"
         return dim, ""
 
     def _is_kept(self, fate: Fate) -> bool:
@@ -137,10 +139,9 @@ class BatchDims:
         return next((place for place, fate in enumerate(dims) if self._is_kept(fate) and fate.to[0].dim == dim), None)
 
     def _is_batches(self, size: Size) -> bool:
-        """Whether a size is a multiple of the batch's."""
-        if isinstance(size, int) and isinstance(self.batch, int):
-            return size % self.batch == 0
-        return not isinstance(size, int) and quotient(size, self.batch).is_polynomial()
+        """Whether a size is a multiple of the batch's, by what sizes of inputs say."""
+        times = sympy.sympify(quotient(size, self.batch))
+        return bool(times.is_integer and times.is_polynomial()) and times.free_symbols <= self.symbols
 
     # ---- what pays
 

@@ -194,14 +194,15 @@ class _Cut:
         return self.shares[size]
 
     def _size(self, size: Size) -> Node | int:
-        """A size of inputs, or a product of such, before everything else."""
+        """A size of inputs, or a polynomial of such, before everything else."""
         if isinstance(size, int) or size.is_Integer:
             return int(size)
         if size not in self.sizes:
-            factors = [self._size(each) for each in size.as_ordered_factors()] if size.is_Mul else []
+            terms = [size.base] * int(size.exp) if size.is_Pow else size.args
+            made = [self._size(each) for each in terms]
             with edit.at(self.first):
-                if factors:
-                    made = reduce(partial(edit.call, self.graph, operator.mul), factors)
+                if made:
+                    made = reduce(partial(edit.call, self.graph, operator.add if size.is_Add else operator.mul), made)
                 else:
                     made = edit.call(self.graph, torch.ops.aten.sym_size.int, *self._input_of(size))
             self.sizes[size] = made

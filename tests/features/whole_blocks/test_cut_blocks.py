@@ -204,6 +204,46 @@ def test_a_seam_is_named_and_the_cut_goes_on_behind_it(text, why):
         assert_same_meaning(before, gm, exact=False, double=True)
 
 
+@pytest.mark.parametrize("sizes", ["3, 5", "s0, s1"])
+def test_rows_that_data_choose_stay_whole(sizes):
+    """Of a batch of 3 they are no multiple, whatever a third of them is."""
+    text = "m1 = h0 - F.linear(h0[h0.sum(-1) > 0], q).sum(0)"
+    source = PLAIN.replace("    k1 =", f"    {text}\n    k1 =").replace("F.linear(h0, q)", "F.linear(m1, q)")
+    before, gm, result, _ = cut(source.replace("s0, s1", sizes))
+    assert result.changes[0].endswith("2 regions in 2 parts of the batch")
+    assert [reason for _, reason in result.skipped] == ["all parts of the batch meet in getitem: it mixes samples"]
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+def test_samples_of_a_size_that_data_choose_stay_whole():
+    before, gm, _, _ = between("""rows = h0[:, h0.sum((0, 2)) > 0]
+    flat = F.linear(rows, q).flatten(0, 1) + rows.flatten(0, 1).cumsum(0)
+    m1 = h0 + flat.view(x.size(0), -1, 16).sum(1, keepdim=True)""")
+    assert "flat_c0" not in short(gm)
+    assert "h1_c0" in short(gm)
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+def test_a_number_of_rows_that_is_written_down_is_that_of_the_part():
+    source = PLAIN.replace("s0, s1", "3, 5").replace("x.size(0) * x.size(1)", "15")
+    assert "view(15, 16)" in source
+    before, gm, result, _ = cut(source)
+    assert not result.skipped
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+@pytest.mark.parametrize("text", [
+    "m1 = h0 + F.linear((h0.unsqueeze(1) - h0.unsqueeze(2)).view(x.size(0) * x.size(1) * x.size(1), 16), q)"
+    ".view(x.size(0), -1, 16).mean(1, keepdim=True)",
+    "m1 = F.linear(F.pad(h0, (0, 0, 0, 1)).view(x.size(0) * (x.size(1) + 1), 16), q)"
+    ".view(x.size(0), x.size(1) + 1, 16)[:, 1:]"], ids=["power", "sum"])  # fmt: skip
+def test_a_multiple_of_the_batch_by_a_polynomial(text):
+    before, gm, result, _ = between(text)
+    assert not result.skipped
+    assert short(gm).count("torch.cat(") == 1
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
 def test_a_region_that_is_not_cut_is_named():
     source = PLAIN.replace("    k1 =", "    m1 = h0.transpose(0, 1)\n    k1 =").replace(
         "F.linear(h0, q)", "F.linear(m1, q)"
