@@ -18,8 +18,10 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.sizes import number_of
 from moefx.ir import edit
-from moefx.ir.dims import tensor_of, trace
+from moefx.ir.dim_arguments import is_view
+from moefx.ir.dims import CASTS, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand, Place, Size, quotient, shape_of
+from moefx.ir.names import op_name
 from moefx.ir.op import value
 from moefx.ir.randomness import draws, never_drops
 from moefx.ir.writes import is_written, writes
@@ -50,7 +52,7 @@ class PartDims:
 
     places: {value: the place of the axis in it, along which it has parts}. why: {value that is not computed part by
     part, though what it is computed from could be: the reason}. cut: the values that are computed part by part, in
-    order.
+    order. views: of such, which only others read: they are views of all of it, so that it is put together once.
     """
 
     gm: GraphModule
@@ -62,6 +64,7 @@ class PartDims:
     places: dict[Node, Place] = field(default_factory=dict)
     why: dict[Node, str] = field(default_factory=dict)
     cut: list[Node] = field(default_factory=list)
+    views: set[Node] = field(default_factory=set)
 
     def find(self) -> None:
         for node in self.gm.graph.nodes:
@@ -88,7 +91,7 @@ class PartDims:
 
     def seams(self) -> dict[Node, str]:
         """Between the axis and a region that is cut: {value that needs all parts together: the reason}."""
-        done, wanted = {*self.cut}, self._wanted()
+        done, wanted = {*self.cut, *self.views}, self._wanted()
         return {node: why for node, why in self.why.items()
                 if node in wanted and any(each in done for each in node.all_input_nodes)}  # fmt: skip
 
@@ -225,6 +228,11 @@ class PartDims:
             is_between = node in on_the_way and all(each in found for each in given)
             if node in may and given and (is_between or any(_has_several(each) and each in found for each in given)):
                 found.add(node)
+        for node in reversed(nodes):
+            if node in found - self.cats.keys() and (is_view(op_name(node)) or op_name(node) in CASTS) and not any(
+                    user in found or user in self.splits for user in node.users):  # fmt: skip
+                found.remove(node)
+                self.views.add(node)
         return [node for node in nodes if node in found]
 
     def _near(self, ends: dict[Node, int], may: set[Node], nodes: list[Node],

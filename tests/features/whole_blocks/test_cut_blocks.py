@@ -180,14 +180,21 @@ def test_attention_needs_the_whole_sequence(sizes):
     assert_same_meaning(before, gm, exact=False, double=True)
 
 
-@pytest.mark.parametrize(("samples", "attends"), [(4, 0), (1, 3)])
+@pytest.mark.parametrize(("samples", "attends"), [(4, []), (1, ["k1_all"])])
 def test_what_is_put_together_between_layers(samples, attends):
-    """What attention to the whole sequence reads. What is computed beside experts from what these take is in parts."""
+    """What attention reads of the whole sequence, once, however it is viewed. What is computed beside experts from what
+    these take is in parts."""
     source = PLAIN.replace("y0.view_as", "(torch.zeros_like(tokens0) + y0).view_as")
     source = source.replace("y1.view_as", "(torch.zeros_like(tokens1) + y1).view_as")
     _, gm, _ = cut(source, samples=samples)
     joined = [line.split("=")[0].strip() for line in short(gm).splitlines() if "torch.cat" in line]
-    assert joined == [*(f"unsqueeze_{5 + i}_all" for i in range(attends)), "h1_all"]
+    assert joined == [*attends, "h1_all"]
+
+
+def test_what_is_read_whole_in_two_views_is_put_together_once():
+    before, gm, _ = cut(TWO + "    return (h1, h1.view(-1, 16).float())\n")
+    assert short(gm).count("torch.cat(") == 1
+    assert_same_meaning(before, gm, exact=False)
 
 
 def test_logits_are_computed_once():

@@ -83,7 +83,7 @@ FAULTS = {
 OF_POSITIONS = {
     "parts in another order": (F, another("[h1_c0, h1_c1]", "[h1_c1, h1_c0]"), "output 0 differs"),
     "attention sees one part twice": (
-        F, another("cat.default([v1_c0, v1_c1], 2)", "cat.default([v1_c0, v1_c0], 2)"), "does not run"),
+        F, another("cat.default([h0_c0, h0_c1], 1)", "cat.default([h0_c0, h0_c0], 1)"), "does not run"),
     "a gradient without its last part": (
         B, another("aten.add_.Tensor(grad_q1, grad_q1_1)", "grad_q1"), "the gradient of q1 differs"),
 }  # fmt: skip
