@@ -90,7 +90,8 @@ def way_of(sample: Sample) -> str:
     found = {"s3": sample.split == "s3", "dedup": sample.alltoall == "dedup" and nodes, "rows": bool(sample.rows),
              "placement": sample.placement is not None, "calibrated": sample.placement == "calibrated",
              "uneven": sample.style.num_experts % homes > 0, "shards": sample.shard_dense,
-             "layers": sample.layers > 1, "whole_blocks": sample.whole_blocks}  # fmt: skip
+             "layers": sample.layers > 1, "whole_blocks": sample.whole_blocks,
+             "attention": sample.attention}  # fmt: skip
     return " ".join(name for name, is_there in found.items() if is_there)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,16 @@ from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import at
 from moefx.costmodel.ways import chance_of_node
 from moefx.ir import edit
+from moefx.ir.fates import Size
 from moefx.ir.op import expr, numel, value
 from moefx.ir.ops.order import start
 from moefx.ir.regions import region_of
 from moefx.transport.algorithms import all_to_all_named, transport
+
+
+def sizes_of_inputs(ctx: PassContext) -> dict[str, int]:
+    """{symbol: size} in the call that all ranks compiled for."""
+    return {str(symbol): size for symbol, size in compat.size_hints(ctx.fake_mode).items()} | ctx.sizes
 
 
 def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: bool = True) -> dict[str, int]:
@@ -30,7 +36,7 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
 
     The forward comes first, since the backward's symbols are those of the forward.
     """
-    sizes = {str(symbol): size for symbol, size in compat.size_hints(ctx.fake_mode).items()} | ctx.sizes
+    sizes = sizes_of_inputs(ctx)
     agreed: set[str] = set()  # of rows that arrive, known where they do
     crossing: dict[int | None, int] = {}  # by region, of rows of tokens
     for gm in graphs:
@@ -48,20 +54,20 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
             if names[:3] == ["idx", "num_slots", "nodes"]:  # a routing by nodes
                 (tokens, k), (slots, nodes) = value(args[0]).shape, args[1:3]
                 each = nodes * chance_of_node(slots, k, nodes)
-                crossing[region_of(node)] = round(each * _number(expr(tokens), sizes))
+                crossing[region_of(node)] = round(each * number_of(expr(tokens), sizes))
             if "balanced" in names:
-                sizes.setdefault(str(expr(value(node))), _number(expr(value(args[names.index("balanced")])), sizes))
+                sizes.setdefault(str(expr(value(node))), number_of(expr(value(args[names.index("balanced")])), sizes))
             if names[1:] == ["dim", "chunk", "chunks"]:
                 whole, dim, _, chunks = args
-                rows = _number(expr(value(whole).shape[dim]), sizes)
+                rows = number_of(expr(value(whole).shape[dim]), sizes)
                 sizes.setdefault(str(expr(value(node))), max(rows // chunks, 1))  # sizes are divided by
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
                 whole, size, dim, n = args[0], *(args[names.index(name)] for name in ("size", "dim", "n"))
-                rows = _number(expr(value(whole).shape[dim]), sizes)
+                rows = number_of(expr(value(whole).shape[dim]), sizes)
                 sizes.setdefault(str(expr(value(size))), -(-rows // n) if is_split else rows)
             if {"sizes", "total", "dim"} <= {*names}:  # the rows of all ranks
                 whole, total, dim, n = args[0], *(args[names.index(name)] for name in ("total", "dim", "n"))
-                sizes.setdefault(str(expr(value(total))), n * _number(expr(value(whole).shape[dim]), sizes))
+                sizes.setdefault(str(expr(value(total))), n * number_of(expr(value(whole).shape[dim]), sizes))
             if "out_rows" not in names:
                 continue
             arrives = expr(value(args[names.index("out_rows")]))
@@ -99,7 +105,7 @@ def _all_that_count(node: Node, sizes: dict[str, int]) -> int:
         reads = [n for n in reads[1:] if edit.tensor_value(n).dtype in (torch.bool, torch.uint8)] or reads
     while len(reads) == 1 and numel(reads[0]) == 1:
         reads = [n for n in reads[0].all_input_nodes if edit.tensor_value(n) is not None]
-    return max((_number(numel(n), sizes) for n in reads), default=1)
+    return max((number_of(numel(n), sizes) for n in reads), default=1)
 
 
 def _rows(args: tuple, names: list[str], sizes: dict[str, int]) -> int:
@@ -107,9 +113,9 @@ def _rows(args: tuple, names: list[str], sizes: dict[str, int]) -> int:
     ranks together."""
     if "row_dim" in names:
         x = value(args[0])
-        return _number(expr(x.shape[args[names.index("row_dim")]]), sizes) * args[names.index("n")]
+        return number_of(expr(x.shape[args[names.index("row_dim")]]), sizes) * args[names.index("n")]
     given = [value(rows) for rows in args[0]] if isinstance(args[0], (list, tuple)) else [value(args[0])]
-    rows = sum(_number(expr(tensor.shape[0]), sizes) for tensor in given)
+    rows = sum(number_of(expr(tensor.shape[0]), sizes) for tensor in given)
     if "step" not in names:
         return rows
     n, m, algorithm, step = (args[names.index(name)] for name in ("n", "m", "algorithm", "step"))
@@ -118,5 +124,7 @@ def _rows(args: tuple, names: list[str], sizes: dict[str, int]) -> int:
     return round(rows * plan.num_rows(step, pairs) / sum(plan.num_rows(name, pairs) for name in reads))
 
 
-def _number(size: sympy.Expr, sizes: dict[str, int]) -> int:
+def number_of(size: Size, sizes: Mapping[str, int]) -> int:
+    """A size in numbers, with one for symbols that have none."""
+    size = sympy.sympify(size)
     return round(at(size, {**dict.fromkeys(map(str, size.free_symbols), 1), **sizes}))

@@ -1,1 +1,1 @@
-"""Chunks of whole blocks: attention, norms and dense layers of one part of the batch beside exchanges of another."""
+"""Chunks of whole blocks: attention, norms and dense layers of a part of the batch beside exchanges of another."""

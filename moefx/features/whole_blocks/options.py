@@ -8,6 +8,6 @@ AUTO = "auto"
 
 FIELDS = {"parallel": {"whole_blocks": option(False, Allowed(lambda v: v is True or v is False or v == AUTO,
                                                              "True, False or 'auto'"), """
-    True cuts whole blocks, attention included, along the batch into `chunks` parts. The exchanges of one part then run
-    beside the attention and the experts of another. "auto" does so, in as many parts as pay, if a step is predicted to
-    be faster then. It needs a machine.""")}}  # fmt: skip
+    True cuts whole blocks into `chunks` parts of the batch, or of the sequence if it has fewer samples. Exchanges of
+    one part run beside attention and experts of another. "auto" does so, in as many parts as pay, if a step is
+    predicted to be faster then. It needs a machine.""")}}  # fmt: skip

@@ -48,20 +48,22 @@ TWO = (INPUTS + ATTENTION.format(n=0, x="x") + MIXTURE.format(n=0, x="a0") + ATT
 PLAIN = TWO + "    return (F.linear(h1, head),)\n"
 
 
-def cut(source, n=2, *, whole_blocks=True, **axes):
+def cut(source, n=2, *, whole_blocks=True, samples=4):
+    """(the graph before, and after, what the pass said) for a call with so many samples."""
     gm, mode = graph(source)
-    before, ctx = copy_of(gm), context(mode, Options.named(chunks=n, whole_blocks=whole_blocks), **axes)
+    before, ctx = copy_of(gm), context(mode, Options.named(chunks=n, whole_blocks=whole_blocks))
+    ctx.sizes[str(next(iter(gm.graph.nodes)).meta["val"].shape[0])] = samples
     chunk.run(gm, ctx)
     refresh(gm, ctx)
     result = cut_blocks.run(gm, ctx)
     gm.graph.lint()
     gm.recompile()
     refresh(gm, ctx)
-    return before, gm, result, ctx
+    return before, gm, result
 
 
 def test_golden():
-    _, gm, result, _ = cut(ONE)
+    _, gm, result = cut(ONE)
     assert_expected_inline(
         short(gm),
         """\
@@ -143,25 +145,65 @@ def graph(
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_same_meaning(n):
-    before, gm, result, _ = cut(PLAIN, n)
+    before, gm, result = cut(PLAIN, n, samples=6)
     assert not result.skipped
     assert_same_meaning(before, gm, exact=False, double=True)
     assert_same_meaning(before, gm, exact=False, double=True, s0=1)
 
 
-def test_nothing_is_put_together_between_layers():
-    _, gm, _, _ = cut(PLAIN)
+DENSE = (INPUTS + MIXTURE.format(n=0, x="x") + "    a1 = F.silu(F.linear(h0, q))" + MIXTURE.format(n=1, x="a1")
+         + "    return (F.linear(h1, head), logits1)\n")  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_one_sample_is_cut_along_its_sequence(n):
+    """Of other batches in the same way."""
+    before, gm, result = cut(DENSE, n, samples=1)
+    assert not result.skipped
+    assert result.changes[0].endswith(f"2 regions in {n} parts of the sequence")
     joined = [line.split("=")[0].strip() for line in short(gm).splitlines() if "torch.cat" in line]
-    assert joined == ["h1_all"]
+    assert joined == ["logits1_all", "h1_all"]
+    for sizes in ({"s0": 1}, {}, {"s1": 1}):
+        assert_same_meaning(before, gm, exact=False, double=True, **sizes)
+
+
+@pytest.mark.parametrize("sizes", ["s0, s1", "1, 6"])
+def test_attention_needs_the_whole_sequence(sizes):
+    """What it reads is computed part by part, and what reads it."""
+    before, gm, result = cut(PLAIN.replace("s0, s1", sizes), samples=1)
+    assert [reason for _, reason in result.skipped] == [
+        "all parts of the sequence meet in scaled_dot_product_attention_1: it mixes positions"]  # fmt: skip
+    text = short(gm)
+    assert "k1_c1 =" in text
+    assert "a1_c1 =" in text
+    assert " k0_c1" not in text
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+@pytest.mark.parametrize(("samples", "attends"), [(4, []), (1, ["k1_all"])])
+def test_what_is_put_together_between_layers(samples, attends):
+    """What attention reads of the whole sequence, once, however it is viewed. What is computed beside experts from what
+    these take is in parts."""
+    source = PLAIN.replace("y0.view_as", "(torch.zeros_like(tokens0) + y0).view_as")
+    source = source.replace("y1.view_as", "(torch.zeros_like(tokens1) + y1).view_as")
+    _, gm, _ = cut(source, samples=samples)
+    joined = [line.split("=")[0].strip() for line in short(gm).splitlines() if "torch.cat" in line]
+    assert joined == [*attends, "h1_all"]
+
+
+def test_what_is_read_whole_in_two_views_is_put_together_once():
+    before, gm, _ = cut(TWO + "    return (h1, h1.view(-1, 16).float())\n")
+    assert short(gm).count("torch.cat(") == 1
+    assert_same_meaning(before, gm, exact=False)
 
 
 def test_logits_are_computed_once():
-    _, gm, _, _ = cut(PLAIN)
+    _, gm, _ = cut(PLAIN)
     assert short(gm).count(", head)") == 1
 
 
 def test_no_op():
-    _, gm, result, _ = cut(PLAIN, whole_blocks=False)
+    _, gm, result = cut(PLAIN, whole_blocks=False)
     assert not result.changes
     assert "k0_c0" not in short(gm)
 
@@ -173,7 +215,7 @@ def between(text):
 
 
 def test_what_mixes_samples_reads_all_of_them():
-    before, gm, result, _ = between("m1 = h0 - h0.mean(0)")
+    before, gm, result = between("m1 = h0 - h0.mean(0)")
     assert_same_meaning(before, gm, exact=False, double=True)
     assert "mean = h0_all.mean(0)" in short(gm)
     assert "m1_c1 = h0_c1 - mean" in short(gm)
@@ -183,7 +225,7 @@ def test_what_mixes_samples_reads_all_of_them():
 @pytest.mark.parametrize("text", [
     "m1 = h0.transpose(1, 2).reshape(h0.size())", "m1 = h0 * torch.ones(h0.size())", "m1 = h0.reshape_as(x)"])
 def test_who_reads_all_sizes_of_a_tensor_gets_those_of_the_part(text):
-    before, gm, result, _ = between(text)
+    before, gm, result = between(text)
     assert not result.skipped
     assert_same_meaning(before, gm, exact=False, double=True)
     assert short(gm).count("torch.cat(") == 1
@@ -196,7 +238,7 @@ def test_who_reads_all_sizes_of_a_tensor_gets_those_of_the_part(text):
     ("m1 = torch.einsum('bsd,csd->bsd', h0, h0)", "m1: it mixes samples"),
 ])  # fmt: skip
 def test_a_seam_is_named_and_the_cut_goes_on_behind_it(text, why):
-    before, gm, result, _ = between(text)
+    before, gm, result = between(text)
     assert [reason for _, reason in result.skipped] == [f"all parts of the batch meet in {why}"]
     assert "torch.cat([h0_c0, h0_c1]" in short(gm)
     assert "h1_c1" in short(gm)
@@ -204,20 +246,73 @@ def test_a_seam_is_named_and_the_cut_goes_on_behind_it(text, why):
         assert_same_meaning(before, gm, exact=False, double=True)
 
 
-def test_a_region_that_is_not_cut_is_named():
+@pytest.mark.parametrize("sizes", ["3, 5", "s0, s1"])
+def test_rows_that_data_choose_stay_whole(sizes):
+    """Of a batch of 3 they are no multiple, whatever a third of them is."""
+    text = "m1 = h0 - F.linear(h0[h0.sum(-1) > 0], q).sum(0)"
+    source = PLAIN.replace("    k1 =", f"    {text}\n    k1 =").replace("F.linear(h0, q)", "F.linear(m1, q)")
+    before, gm, result = cut(source.replace("s0, s1", sizes))
+    assert result.changes[0].endswith("2 regions in 2 parts of the batch")
+    assert [reason for _, reason in result.skipped] == ["all parts of the batch meet in getitem: it mixes samples"]
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+def test_samples_of_a_size_that_data_choose_stay_whole():
+    before, gm, _ = between("""rows = h0[:, h0.sum((0, 2)) > 0]
+    flat = F.linear(rows, q).flatten(0, 1) + rows.flatten(0, 1).cumsum(0)
+    m1 = h0 + flat.view(x.size(0), -1, 16).sum(1, keepdim=True)""")
+    assert "flat_c0" not in short(gm)
+    assert "h1_c0" in short(gm)
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+def test_a_number_of_rows_that_is_written_down_is_that_of_the_part():
+    source = PLAIN.replace("s0, s1", "3, 5").replace("x.size(0) * x.size(1)", "15")
+    assert "view(15, 16)" in source
+    before, gm, result = cut(source)
+    assert not result.skipped
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+@pytest.mark.parametrize("text", [
+    "m1 = h0 + F.linear((h0.unsqueeze(1) - h0.unsqueeze(2)).view(x.size(0) * x.size(1) * x.size(1), 16), q)"
+    ".view(x.size(0), -1, 16).mean(1, keepdim=True)",
+    "m1 = F.linear(F.pad(h0, (0, 0, 0, 1)).view(x.size(0) * (x.size(1) + 1), 16), q)"
+    ".view(x.size(0), x.size(1) + 1, 16)[:, 1:]"], ids=["power", "sum"])  # fmt: skip
+def test_a_multiple_of_the_batch_by_a_polynomial(text):
+    before, gm, result = between(text)
+    assert not result.skipped
+    assert short(gm).count("torch.cat(") == 1
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+def test_samples_that_lie_one_in_another_are_cut():
     source = PLAIN.replace("    k1 =", "    m1 = h0.transpose(0, 1)\n    k1 =").replace(
         "F.linear(h0, q)", "F.linear(m1, q)"
     )
     source = source.replace("q) * x_mask.unsqueeze(-1)\n    a1", "q)\n    a1").replace("a1.view(", "a1.reshape(")
-    before, gm, result, _ = cut(source)
+    before, gm, result = cut(source)
     assert [reason for _, reason in result.skipped] == [
-        "region 1 is not cut with the batch: scaled_dot_product_attention_1: it mixes samples"]  # fmt: skip
+        "all parts of the batch meet in scaled_dot_product_attention_1: it mixes samples"]  # fmt: skip
+    assert "h1_c1" in short(gm)
     assert_same_meaning(before, gm, exact=False, double=True)
 
 
-def test_through_placement_and_differentiation():
+def test_a_region_that_is_not_cut_is_named():
+    source = ONE.replace("    return (h0,)", "    m1 = F.pad(h0.view(x.size(0) * x.size(1), 16), (0, 0, 0, 1))"
+                         + MIXTURE.format(n=1, x="m1").replace("m1.view(x.size(0) * x.size(1), 16)", "m1")
+                         + "    return (h1,)")  # fmt: skip
+    before, gm, result = cut(source)
+    assert [reason for _, reason in result.skipped] == [
+        "region 1 is not cut with the batch: m1: it mixes samples"]  # fmt: skip
+    assert_same_meaning(before, gm, exact=False, double=True)
+
+
+@pytest.mark.parametrize("samples", [4, pytest.param(1, marks=pytest.mark.full)])
+def test_through_placement_and_differentiation(samples):
     gm, mode = graph(PLAIN)
     ctx = context(mode, Options.named(chunks=2, whole_blocks=True, scheduler="heuristic"), ep=2)
+    ctx.sizes[str(next(iter(gm.graph.nodes)).meta["val"].shape[0])] = samples
     comparison = Comparison(gm, ctx)
     for each in (chunk.run, cut_blocks.run, place_experts.run):
         each(gm, ctx)

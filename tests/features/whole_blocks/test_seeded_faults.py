@@ -33,14 +33,26 @@ TWO = (f'def graph(x: "f32[s0, s1, 16]", {WEIGHTS.format(n=0)}, {WEIGHTS.format(
        + LAYER.format(n=0, x="x") + LAYER.format(n=1, x="h0") + "    return (h1,)\n")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def linked() -> tuple[Checks, StepGraphs, dict[str, str]]:
+def made_for(samples: int) -> tuple[Checks, StepGraphs, dict[str, str]]:
     gm, mode = graph(TWO)
     options = Options.named(chunks=2, whole_blocks=True, scheduler="heuristic", verify=2)
-    pipeline = Pipeline(context(mode, options, dp=2, ep=2))
+    ctx = context(mode, options, dp=2, ep=2)
+    ctx.sizes[str(next(iter(gm.graph.nodes)).meta["val"].shape[0])] = samples
+    pipeline = Pipeline(ctx)
     step = pipeline.run(gm)
     assert pipeline.checks.comparison.reason is None
     return pipeline.checks, *code_of(gm, step)
+
+
+@pytest.fixture(scope="module")
+def linked() -> tuple[Checks, StepGraphs, dict[str, str]]:
+    return made_for(4)
+
+
+@pytest.fixture(scope="module")
+def linked_for_one() -> tuple[Checks, StepGraphs, dict[str, str]]:
+    """The sequence is cut."""
+    return made_for(1)
 
 
 def early(code: str) -> str:
@@ -67,13 +79,32 @@ FAULTS = {
 }  # fmt: skip
 
 
-def test_what_is_whole_goes_through(linked):
-    check(linked, linked[2])
+# Of the sequence's parts.
+OF_POSITIONS = {
+    "parts in another order": (F, another("[h1_c0, h1_c1]", "[h1_c1, h1_c0]"), "output 0 differs"),
+    "attention sees one part twice": (
+        F, another("cat.default([h0_c0, h0_c1], 1)", "cat.default([h0_c0, h0_c0], 1)"), "does not run"),
+    "a gradient without its last part": (
+        B, another("aten.add_.Tensor(grad_q1, grad_q1_1)", "grad_q1"), "the gradient of q1 differs"),
+}  # fmt: skip
+
+
+def test_what_is_whole_goes_through(linked, linked_for_one):
+    for each in (linked, linked_for_one):
+        check(each, each[2])
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_damage_is_named(linked, name):
-    where, damage, message = FAULTS[name]
+    is_named(linked, *FAULTS[name])
+
+
+@pytest.mark.parametrize("name", OF_POSITIONS)
+def test_damage_to_parts_of_the_sequence_is_named(linked_for_one, name):
+    is_named(linked_for_one, *OF_POSITIONS[name])
+
+
+def is_named(linked, where, damage, message):
     code = dict(linked[2])
     code[where] = damage(code[where])
     assert code != linked[2], "nothing was damaged"

@@ -1,4 +1,4 @@
-"""Whole blocks in parts of the batch: outputs, gradients and buffers are those of the model on one device.
+"""Whole blocks in parts of the batch or the sequence: outputs, gradients, buffers are those of the model on one device.
 
 Ranks are threads that share one compile.
 """
@@ -11,6 +11,7 @@ import pytest
 
 import moefx
 from tests.support.handmade import Capacity, LanguageModel, Loop, make_moe
+from tests.support.layered import layered
 from tests.support.models import CASES, Case
 from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
@@ -50,6 +51,27 @@ def test_on_two_ranks(name, options):
         written = [each for each in skipped if "key_states" in each]  # deepseek writes them half by half
         assert bool(skipped) == ("deepseek" in name)
         assert bool(written) == bool(skipped)
+
+
+LONG, SHORT = [(1, 8), (1, 11)], [(1, 4), (1, 2)]
+WITHOUT_ATTENTION = Case("without attention", partial(layered, partial(make_moe, Loop()), 2))
+
+
+@pytest.mark.parametrize(("case", "options", "meets"), [
+    (WITHOUT_ATTENTION, {"chunks": 2}, 0),
+    (CASES["loop-plain"], {"chunks": 2, "scheduler": "heuristic"}, 1),
+    pytest.param(CASES["loop-plain"], {"chunks": 2, "dynamic": False}, 1, marks=FULL),
+    pytest.param(CASES["mixtral-grouped_mm"], {"chunks": 3, "keep": "lean"}, 1, marks=FULL),
+    pytest.param(CASES["gpt_oss-grouped_mm"], {"chunks": 2}, 2, marks=FULL),
+    pytest.param(CASES["mixtral-grouped_mm"], {"chunks": 2, "placement": "exact"}, 1, marks=FULL),
+    pytest.param(CASES["mixtral-router_logits"], {"chunks": 2}, 2, marks=FULL),
+])  # fmt: skip
+def test_long_samples_on_two_ranks(case, options, meets):
+    """One each. The parts meet in the attention between the two layers; the same program takes several samples."""
+    shapes = [[(1, 8), (1, 8)]] if options.get("dynamic") is False else [LONG, SHORT, UNEVEN]
+    for changes, skipped in run_sharing(2, check, EP2, case, steps_of(case, shapes), options):
+        assert changes[0].endswith(f"{options['chunks']} parts of the sequence")
+        assert len([each for each in skipped if each.endswith("mixes positions")]) == meets, skipped
 
 
 def test_a_loss_over_all_tokens_is_that_of_the_uncut_model():
