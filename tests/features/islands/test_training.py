@@ -78,7 +78,7 @@ def check_kernels(rank: int, world: int, layout: Layout, case: Case, steps: list
 @pytest.mark.parametrize(("name", "layout", "kernels"), some([
     ("mixtral-grouped_mm", EP1, {"layer.expert_layer", "layer.expert_layer_backward"}),
     ("gpt_oss-grouped_mm", EP2, {"activations.gated", "activations.gated_backward", "rows.combine_backward"}),
-], "mixtral-grouped_mm"), ids=str)  # fmt: skip
+], "mixtral-grouped_mm"), ids=["a whole layer", "its parts"])  # fmt: skip
 def test_kernels_do_activations_and_islands_the_rest(
     ran: list, monkeypatch: pytest.MonkeyPatch, name: str, layout: Layout, kernels: set[str]
 ) -> None:
