@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import dis
 import os
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import ContextWrappingVariable, GenericContextWrappingVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable, WithExitFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx._torch_compat import printing
@@ -99,9 +101,9 @@ def _leaves(tx: Any, inst: Any) -> bool:
         entry = getattr(inst, "exn_tab_entry", None)
         if entry is not None and tx.instructions[tx.indexof[entry.target] + 1].opname != "WITH_EXCEPT_START":
             return False
-        contexts = [block.with_context for block in tx.block_stack]
-        if any(not isinstance(c, ContextWrappingVariable) or isinstance(c, GenericContextWrappingVariable)
-               for c in contexts):  # fmt: skip
+        contexts = [each.ctx for each in tx.stack if isinstance(each, WithExitFunctionVariable)]
+        others = [each for each in contexts if isinstance(each, GenericContextWrappingVariable)]
+        if others or len(contexts) != len(tx.block_stack):
             return False
         tx = tx.parent
         inst = tx.current_instruction if tx is not None else None
@@ -190,7 +192,9 @@ def _prints(found: Any) -> bool:
 
 
 def _is_method(inst: Any) -> bool:
-    return inst.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    """From Python 3.12 on, the last bit of an attribute says whether it is called."""
+    return inst.opname == "LOAD_METHOD" or (
+        inst.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and bool(inst.arg & 1))  # fmt: skip
 
 
 def _is_harmless(name: str) -> bool:

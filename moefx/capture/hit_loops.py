@@ -6,7 +6,10 @@ They are captured as loops over all experts: one that no token chose gets no row
 `ids.unique()`, and over `ids.bincount()`, which has no place for experts behind the last one that was hit. Whether that
 holds is not taken for granted: both versions run on what the module really got, on tokens that are all equal, on all
 tokens sent to one expert, on tokens spread anew, and on one row of the batch, and must agree to the last bit, in
-buffers, too. Otherwise the module stays as it is, and is not captured.
+buffers, too, and in gradients. Otherwise the module stays as it is, and is not captured.
+
+What a condition outside of loops mends, `if torch.isnan(x).any(): x[torch.isnan(x)] = 0`, is done in any case, where
+that made no difference to runs that would have left it out, of which there has to be one.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moefx.capture import loops_tried
+from moefx.capture import loops_tried, mends
 from moefx.capture.loops_tried import Call, Forwards, Loops, Methods
 
 
@@ -33,8 +36,10 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]]) -> Forwards:
     for path, module in model.named_modules():
         for beyond in (0, 1) if path in calls else ():
             methods = _over_all(module, beyond)
-            if methods and all(loops_tried.agrees(module, methods, call) for call in calls[path]):
-                left_out = loops_tried.left_out(module, methods, calls[path])
+            if not methods or not all(loops_tried.agrees(module, methods, call) for call in calls[path]):
+                continue
+            left_out = loops_tried.left_out(module, methods, calls[path])
+            if left_out is not None and all(all(method.skipped) for method in methods.values()):
                 found[module, module.training] = Loops(methods, left_out)
                 break
     return found
@@ -77,6 +82,15 @@ def decided(condition: Any, as_if: bool) -> Any:
     return as_if if isinstance(condition, (Tensor, np.bool_, np.ndarray)) else condition
 
 
+def mended(condition: Any, as_if: bool, skipped: list[bool]) -> Any:
+    """Stands for a condition outside of loops, of what is done anyway. skipped: gets an entry where it is false."""
+    if not isinstance(condition, Tensor):
+        return condition
+    if not torch.compiler.is_compiling() and bool(condition) != as_if:
+        skipped.append(True)
+    return as_if
+
+
 class _Rewriter(ast.NodeTransformer):
     """Replaces `x.nonzero()` and `torch.nonzero(x)` where a loop runs over them, directly or by a name, and `e.item()`
     and `experts[e]` of what such a loop gives; the same with `ids.unique()`, whose entries are numbers;
@@ -89,6 +103,7 @@ class _Rewriter(ast.NodeTransformer):
         self.numbers: set[str] = set()  # names of ranges of experts, and of what loops over them give
         self.targets = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
         self.beyond, self.experts, self.changes, self.loops = beyond, experts if loops else 0, 0, 0
+        self.skipped: list[list[bool]] = []  # of conditions outside of loops
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -139,18 +154,26 @@ class _Rewriter(ast.NodeTransformer):
         leaves = isinstance(node.body[-1], ast.Continue)
         asks = self.loops and (reads or (leaves and isinstance(node.test, ast.Compare)))
         if asks and (not leaves or not node.orelse) and _adds_nothing(node.orelse) and _asks_for_any(node.test):
-            node.test = self._decided(node.test, not leaves)
+            node.test = self._decided(node.test, not leaves, "decided")
+            self.changes += 1
+        elif reads and not self.loops and not node.orelse and mends.is_mend(node):
+            node.test = self._decided(node.test, True, "mended")
+            node.body = mends.quiet(node.body)
             self.changes += 1
         self.generic_visit(node)
         return node
 
-    def _decided(self, test: ast.expr, as_if: bool) -> ast.expr:
+    def _decided(self, test: ast.expr, as_if: bool, by: str) -> ast.expr:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            new = ast.UnaryOp(test.op, self._decided(test.operand, not as_if))
+            new = ast.UnaryOp(test.op, self._decided(test.operand, not as_if, by))
         elif isinstance(test, ast.BoolOp):
-            new = ast.BoolOp(test.op, [self._decided(value, as_if) for value in test.values])
+            new = ast.BoolOp(test.op, [self._decided(value, as_if, by) for value in test.values])
         else:
-            new = ast.Call(ast.Name("_moefx_decided", ast.Load()), [_Numbers().visit(test), ast.Constant(as_if)], [])
+            given = [_Numbers().visit(test), ast.Constant(as_if)]
+            if by == "mended":
+                given.append(ast.Name(f"_moefx_skipped_{len(self.skipped)}", ast.Load()))
+                self.skipped.append([])
+            new = ast.Call(ast.Name(f"_moefx_{by}", ast.Load()), given, [])
         return ast.copy_location(new, test)
 
     def _replaced(self, value: ast.expr, target: ast.expr) -> ast.expr:
@@ -305,13 +328,16 @@ def _rewritten(function: Callable[..., Any], beyond: int,
     definition.decorator_list = [each for each in definition.decorator_list if _sets_grad_mode(each)]
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
     # A function around it has our names, so that its globals are the user's own, and not what these were once.
-    ours = {f"_moefx_{ours.__name__}": ours for ours in (every, numbers, at, decided, counted)}
+    ours = {f"_moefx_{ours.__name__}": ours for ours in (every, numbers, at, decided, mended, counted)}
+    ours |= {f"_moefx_skipped_{i}": each for i, each in enumerate(rewriter.skipped)}
     around = ast.parse(f"def around({', '.join(ours)}):\n    return {definition.name}")
     around.body[0].body.insert(0, definition)
     code = compile(ast.fix_missing_locations(around), inspect.getsourcefile(function) or "<moefx>", "exec")
     names: dict[str, Any] = {}
     exec(code, function.__globals__, names)
-    return tree, names["around"](**ours)
+    changed = names["around"](**ours)
+    changed.skipped = rewriter.skipped
+    return tree, changed
 
 
 def _sets_grad_mode(decorator: ast.expr) -> bool:

@@ -23,7 +23,8 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 class Origin:
     """code: of every function that the capture went through; None: this torch does not say. reads, hooks: expressions,
     see `compat.python_reads`; names: local variables of the forward that are the model. sets: paths of what the forward
-    changes. prints: the lines that print or log, which the graph leaves out. foreign: an op or a function of others in the graph, whose code nobody saw.
+    changes. prints: the lines that print or log, which the graph leaves out. foreign: an op or a function of others in
+    the graph, whose code nobody saw.
     """
 
     code: frozenset[CodeType] | None

@@ -2,7 +2,7 @@
 
 Contract
     takes  PLACED     the joint graph of forward and backward
-    gives  PLACED     two graphs, and what their inputs and outputs mean
+    gives  PLACED     two graphs, and what their inputs and outputs mean; the forward's own assertions stay in it
     never  recomputes a routing (scores' top-k, orders, counts, sizes) or a random number
 
 Pseudo-code
