@@ -116,14 +116,17 @@ def _is_close(one: Tensor | None, two: Tensor | None) -> bool:
 
 
 def _outcome(module: nn.Module, methods: Methods, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """What the module gives with these methods, and leaves in its buffers, whose values stay."""
+    """What the module gives with these methods, and leaves in its buffers, which stay, and so do their values."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     torch.manual_seed(0)  # routers may draw noise
     try:
         with in_place(module, {(module, module.training): Loops(methods)}):
             result = tree_leaves(module.forward(*args, **kwargs))
-        return result + [buffer.clone() for buffer, _ in buffers]
+        return result + [buffer.clone() for buffer in module.buffers()]
     finally:
+        for table, before in tables:
+            table.update(before)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

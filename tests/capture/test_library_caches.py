@@ -63,7 +63,6 @@ def test_a_cache_is_filled(library):
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         with closing(moefx.compile(copy.deepcopy(plain), mesh, example_inputs=(x,))) as compiled:
-            assert not library.CACHE
             for _ in range(2):
                 torch.testing.assert_close(compiled(x), plain(x), rtol=0, atol=1e-5)
 
