@@ -70,6 +70,11 @@ def counted(ids: Tensor, experts: int) -> Tensor:
     return torch.bincount(ids, minlength=experts)
 
 
+def runs(ids: Tensor, experts: int) -> tuple[range, Tensor]:
+    """Stands for `ids.unique(return_counts=True)`, or for the same of runs of equal ids, which are sorted."""
+    return range(experts), torch.bincount(ids.flatten(), minlength=experts)
+
+
 def at(container: Any, row: Any) -> Any:
     """Stands for `container[row]` of such a row, a tensor [1], which lists of modules take for a number."""
     if not isinstance(row, list):
@@ -102,10 +107,13 @@ class _Rewriter(ast.NodeTransformer):
         self.names = {each.id for each in iterated if isinstance(each, ast.Name)}
         self.numbers: set[str] = set()  # names of ranges of experts, and of what loops over them give
         self.targets = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
+        self.listed: set[str] = set()  # names of ranges of experts that stand for tensors
         self.beyond, self.experts, self.changes, self.loops = beyond, experts if loops else 0, 0, 0
         self.skipped: list[list[bool]] = []  # of conditions outside of loops
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        if (known := self._of_listed(node)) is not None:
+            return self.generic_visit(ast.copy_location(known, node)) if isinstance(known, ast.Call) else self.visit(known)
         self.generic_visit(node)
         of = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "item" else None
         if isinstance(of, ast.Name) and of.id in self.targets:
@@ -119,8 +127,21 @@ class _Rewriter(ast.NodeTransformer):
         new = ast.Call(ast.Name("_moefx_counted", ast.Load()), [ids, ast.Constant(self.experts)], [])
         return ast.copy_location(new, node)
 
+    def _of_listed(self, node: ast.Call) -> ast.expr | None:
+        """x of `x.tolist()`, len(x) of `x.size(0)`, x[i] of `x[i].item()`, where x is a range of experts."""
+        of = node.func.value if isinstance(node.func, ast.Attribute) else None
+        base = of.value if isinstance(of, ast.Subscript) else of
+        if not isinstance(base, ast.Name) or base.id not in self.listed:
+            return None
+        if node.func.attr in ("size", "numel") and base is of:
+            return ast.Call(ast.Name("len", ast.Load()), [of], [])
+        return of if node.func.attr in ("item", "tolist", "cpu", "numpy", "detach") else None
+
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
+        shape = node.value
+        if isinstance(shape, ast.Attribute) and shape.attr == "shape" and getattr(shape.value, "id", "") in self.listed:
+            return ast.copy_location(ast.Call(ast.Name("len", ast.Load()), [shape.value], []), node)
         by_target = isinstance(node.slice, ast.Name) and node.slice.id in self.targets
         if not by_target or not isinstance(node.ctx, ast.Load):
             return node
@@ -130,6 +151,13 @@ class _Rewriter(ast.NodeTransformer):
         (target, *more), value = node.targets, node.value
         if not more and isinstance(target, ast.Name) and target.id in self.names:
             node.value = self._replaced(value, target)
+        ids = _counted_ids(value) if self.experts and isinstance(target, ast.Tuple) and not more else None
+        if ids is not None and all(isinstance(each, ast.Name) for each in target.elts):
+            self.changes += 1
+            self.listed.add(target.elts[0].id)
+            self.numbers.add(target.elts[0].id)
+            new = ast.Call(ast.Name("_moefx_runs", ast.Load()), [ids, ast.Constant(self.experts)], [])
+            node.value = ast.copy_location(new, value)
         if not more and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             for i, (name, each) in enumerate(zip(target.elts, value.elts)):
                 if isinstance(name, ast.Name) and name.id in self.names:
@@ -214,6 +242,16 @@ def _hit_numbers(value: ast.expr) -> ast.expr | None:
     if shapes and value.func.attr in ("flatten", "squeeze", "view", "reshape", "ravel"):
         return _argument_of(value.func.value, "nonzero")
     return None
+
+
+def _counted_ids(call: ast.expr) -> ast.expr | None:
+    """x of `torch.unique(x, return_counts=True)`, or of `torch.unique_consecutive`."""
+    says = {k.arg: getattr(k.value, "value", None) for k in call.keywords} if isinstance(call, ast.Call) else {}
+    if says not in ({"return_counts": True}, {"sorted": True, "return_counts": True}):
+        return None
+    bare = ast.Call(call.func, call.args, [])
+    found = _argument_of(bare, "unique")
+    return _argument_of(bare, "unique_consecutive") if found is None else found
 
 
 def _argument_of(call: ast.expr, name: str, as_tuple: bool = False) -> ast.expr | None:
@@ -328,7 +366,7 @@ def _rewritten(function: Callable[..., Any], beyond: int,
     definition.decorator_list = [each for each in definition.decorator_list if _sets_grad_mode(each)]
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
     # A function around it has our names, so that its globals are the user's own, and not what these were once.
-    ours = {f"_moefx_{ours.__name__}": ours for ours in (every, numbers, at, decided, mended, counted)}
+    ours = {f"_moefx_{ours.__name__}": ours for ours in (every, numbers, runs, at, decided, mended, counted)}
     ours |= {f"_moefx_skipped_{i}": each for i, each in enumerate(rewriter.skipped)}
     around = ast.parse(f"def around({', '.join(ours)}):\n    return {definition.name}")
     around.body[0].body.insert(0, definition)
