@@ -113,7 +113,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if (known := self._of_listed(node)) is not None:
-            return self.generic_visit(ast.copy_location(known, node)) if isinstance(known, ast.Call) else self.visit(known)
+            return self.visit(ast.copy_location(known, node))
         self.generic_visit(node)
         of = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "item" else None
         if isinstance(of, ast.Name) and of.id in self.targets:
