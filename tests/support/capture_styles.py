@@ -87,8 +87,10 @@ class Runs(Layer):
         token, w = order // K, w.flatten()[order]
         experts, counts = torch.unique_consecutive(ids.flatten()[order], return_counts=True)
         parts = rows[token].split(counts.tolist())
-        made = torch.cat([self.experts[experts[i].item()](parts[i]) for i in range(experts.size(0))])
-        return torch.zeros_like(rows).index_add_(0, token, made * w[:, None]).view_as(x)
+        made = []
+        for i in range(experts.size(0)):
+            made.append(self.experts[experts[i].item()](parts[i]))
+        return torch.zeros_like(rows).index_add_(0, token, torch.cat(made) * w[:, None]).view_as(x)
 
 
 class Hit(Layer):
