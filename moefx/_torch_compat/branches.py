@@ -57,7 +57,7 @@ def _jump(original: Callable[[Any, Any], Any], printed: list[str]) -> Callable[[
         frame = tx.frame_summary()
         for side, other, jumps in ((here, there, True), (there, here, False)):
             says = _only_says(tx, side, other)
-            if says or (_only_raises(code, side) and _leaves(tx, code[side])):
+            if says or _leaves(tx, _only_raises(code, side)):
                 value = tx.pop()
                 if not says:
                     good = inst.opname.endswith("IF_TRUE") == jumps
@@ -85,18 +85,20 @@ def _tensor(tx: Any, value: Any) -> Any:
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.scalar_tensor, (value.as_proxy(),), {}))
 
 
-def _only_raises(code: list[Any], at: int) -> bool:
-    """Whether from here on no line is run but those that make an exception."""
+def _only_raises(code: list[Any], at: int) -> Any:
+    """What raises an exception, where from here on no line is run but those that make it; else None."""
     for inst in code[at:]:
         if inst.opname == "RAISE_VARARGS":
-            return inst.arg != 0
+            return inst if inst.arg != 0 else None
         if not inst.opname.startswith((*_READS, "STORE_FAST", "POP_TOP")):
-            return False
-    return False
+            return None
+    return None
 
 
 def _leaves(tx: Any, inst: Any) -> bool:
     """Whether an exception there leaves the forward: nobody on the way catches it."""
+    if inst is None:
+        return False
     while tx is not None:
         entry = getattr(inst, "exn_tab_entry", None)
         if entry is not None and tx.instructions[tx.indexof[entry.target] + 1].opname != "WITH_EXCEPT_START":

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from moefx.capture import loops_tried, mends
 from moefx.capture.loops_tried import Call, Forwards, Loops, Methods
@@ -91,7 +92,7 @@ def mended(condition: Any, as_if: bool, skipped: list[bool]) -> Any:
     """Stands for a condition outside of loops, of what is done anyway. skipped: gets an entry where it is false."""
     if not isinstance(condition, Tensor):
         return condition
-    if not torch.compiler.is_compiling() and bool(condition) != as_if:
+    if not is_compiling() and bool(condition) != as_if:
         skipped.append(True)
     return as_if
 
@@ -366,7 +367,8 @@ def _rewritten(function: Callable[..., Any], beyond: int,
     definition.decorator_list = [each for each in definition.decorator_list if _sets_grad_mode(each)]
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
     # A function around it has our names, so that its globals are the user's own, and not what these were once.
-    ours = {f"_moefx_{ours.__name__}": ours for ours in (every, numbers, runs, at, decided, mended, counted)}
+    ours = (every, numbers, runs, at, decided, mended, counted, is_compiling)
+    ours = {f"_moefx_{each.__name__}": each for each in ours}
     ours |= {f"_moefx_skipped_{i}": each for i, each in enumerate(rewriter.skipped)}
     around = ast.parse(f"def around({', '.join(ours)}):\n    return {definition.name}")
     around.body[0].body.insert(0, definition)

@@ -1,4 +1,7 @@
-"""Code under a condition on values that may be run in any case: `if torch.isnan(x).any(): x[torch.isnan(x)] = 0`."""
+"""Code under a condition on values that may be run in any case: `if torch.isnan(x).any(): x[torch.isnan(x)] = 0`.
+
+The condition has to ask whether all values are finite: of these, runs that try it out are representative.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,15 @@ from torch import Tensor
 
 from moefx._torch_compat.printing import LEVELS
 
+_FINITE = ("isnan", "isinf", "isfinite", "isposinf", "isneginf")
+
 
 def is_mend(node: ast.If) -> bool:
     """Whether all that it does can be seen in local variables, and in what is printed. Whether it does anything where
     its condition is not true has to be tried."""
+    names = {getattr(each, "attr", None) for each in ast.walk(node.test)}
+    if names.isdisjoint(_FINITE):
+        return False
     tests = [node.test]
     while tests:
         test = tests.pop()
@@ -26,7 +34,7 @@ def is_mend(node: ast.If) -> bool:
 
 def quiet(body: list[ast.stmt]) -> list[ast.stmt]:
     """It prints where it is captured, which leaves it out and says so, and not where it is tried."""
-    captured = ast.parse("torch.compiler.is_compiling()", mode="eval").body
+    captured = ast.parse("_moefx_is_compiling()", mode="eval").body
     return [ast.copy_location(ast.If(captured, [each], []), each) if _prints(each) else each for each in body]
 
 
