@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
+import inspect
 import os
 import sys
 import types
@@ -20,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import SymNodeVariable, TensorVariable
+from torch._dynamo.variables import LazyVariableTracker, SymNodeVariable, TensorVariable, UserDefinedObjectVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable, WithExitFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -177,12 +178,14 @@ def _loaded(tx: Any, body: list[Any]) -> tuple[Any, int]:
     if first.opname == "LOAD_GLOBAL":
         found = tx.f_globals.get(first.argval, getattr(builtins, str(first.argval), None))
     elif first.opname.startswith("LOAD_FAST"):
-        found = getattr(tx.symbolic_locals.get(first.argval), "value", None)
+        held = tx.symbolic_locals.get(first.argval)
+        held = held.realize() if isinstance(held, LazyVariableTracker) else held
+        found = held.value if isinstance(held, UserDefinedObjectVariable) else None
     else:
         return None, 0
     used = 1
     while found is not None and used < len(body) and body[used].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        found, used = getattr(found, body[used].argval, None), used + 1
+        found, used = inspect.getattr_static(found, body[used].argval, None), used + 1
     return (None, 0) if found is None else (found, used)
 
 
