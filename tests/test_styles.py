@@ -17,6 +17,7 @@ from moefx.errors import CaptureError, RaiseError
 from tests.support import comparison_styles
 from tests.support.block_styles import BLOCK_STYLES, ShareOfTokens
 from tests.support.breadth import some
+from tests.support.capture_styles import CAPTURE_REFUSALS, CAPTURE_STYLES
 from tests.support.handmade import with_layer
 from tests.support.level_styles import GROUPS, LEVEL_STYLES
 from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
@@ -95,6 +96,12 @@ def test_tokens_at_places_of_any_origin_train_as_in_eager(styles):
     run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
 
 
+@pytest.mark.filterwarnings("ignore:the program does not print or log")
+def test_what_capture_sees_through_trains_as_in_eager():
+    case = Case("seen", lambda: with_layer(lambda: nn.Sequential(*(style() for style in CAPTURE_STYLES))))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+
+
 def test_sorts_by_choice_before_token_train_as_in_eager_with_grouped_matmuls():
     ways = ("added", "put", "taken")
     case = Case("choices", lambda: with_layer(lambda: nn.Sequential(*map(ChoiceFirstGrouped, ways))))
@@ -155,6 +162,7 @@ def test_a_buffer_of_numbers_may_change():
 
 
 PUBLIC = {
+    **{style.__name__: style for style in CAPTURE_STYLES},
     "compared": ComparedWithAll,
     "moved": Stays,
     **{f"adds: {name}": partial(AddsAtRows, adds) for name, adds in ADDS.items()},
@@ -164,7 +172,7 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("name", chosen(["compared", "moved"], PUBLIC))
+@pytest.mark.parametrize("name", chosen(["compared", "moved", "KeepsLoss", "Runs"], PUBLIC))
 def test_spellings_of_public_code_are_raised(name):
     code = placed_as(Case(name, lambda: with_layer(PUBLIC[name])), {"ep": 2}, chunks=2)
     assert "all_to_all" in code
@@ -204,7 +212,10 @@ def test_mixtures_that_share_some_experts_are_whole_on_every_rank():
     assert "own_experts" not in found.code["forward"]
 
 
-@pytest.mark.parametrize(("layer", "why"), (OP_REFUSALS | SLICE_REFUSALS | MASK_REFUSALS).items())
+REFUSALS = OP_REFUSALS | SLICE_REFUSALS | MASK_REFUSALS | CAPTURE_REFUSALS
+
+
+@pytest.mark.parametrize(("layer", "why"), REFUSALS.items())
 def test_it_is_refused_and_the_reason_is_said(layer, why):
     with pytest.raises((CaptureError, RaiseError), match=why):
         compiled_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2})

@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._sympy.functions import Min
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from moefx._torch_compat import printing
+from moefx._torch_compat import branches, printing
 from moefx._torch_compat.regions import Renamed, without_region
 
 
@@ -52,6 +52,7 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(record=True) as said,
         printing.left_out() as printed,
+        branches.checks_taken(printed),
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         warnings.simplefilter("always")

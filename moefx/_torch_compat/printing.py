@@ -11,8 +11,8 @@ from unittest import mock
 from torch._dynamo import config
 from torch._dynamo.variables import misc
 
-_LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
-_PRINTS = {print, *(getattr(logging.Logger, level) for level in _LEVELS if hasattr(logging.Logger, level))}
+LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+PRINTS = {print, *(getattr(logging.Logger, level) for level in LEVELS if hasattr(logging.Logger, level))}
 _OPTION = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
 
 
@@ -21,7 +21,7 @@ def left_out() -> Iterator[list[str]]:
     """The lines that print or log, as "model.py:41", once what runs inside has been captured."""
     found: list[str] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(config.patch(**{_OPTION: _PRINTS}))
+        stack.enter_context(config.patch(**{_OPTION: PRINTS}))
         for name, method in (("IgnoredFunctionVariable", "call_function"), ("LoggingLoggerVariable", "call_method")):
             if (kind := getattr(misc, name, None)) is not None:
                 stack.enter_context(mock.patch.object(kind, method, _noting(getattr(kind, method), found)))

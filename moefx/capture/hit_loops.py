@@ -6,7 +6,10 @@ They are captured as loops over all experts: one that no token chose gets no row
 `ids.unique()`, and over `ids.bincount()`, which has no place for experts behind the last one that was hit. Whether that
 holds is not taken for granted: both versions run on what the module really got, on tokens that are all equal, on all
 tokens sent to one expert, on tokens spread anew, and on one row of the batch, and must agree to the last bit, in
-buffers, too. Otherwise the module stays as it is, and is not captured.
+buffers, too, and in gradients. Otherwise the module stays as it is, and is not captured.
+
+What a condition outside of loops mends, `if torch.isnan(x).any(): x[torch.isnan(x)] = 0`, is done in any case, where
+that made no difference to runs that would have left it out, of which there has to be one.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from moefx.capture import loops_tried
+from moefx.capture import loops_tried, mends
 from moefx.capture.loops_tried import Call, Forwards, Loops, Methods
 
 
@@ -33,8 +37,10 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]]) -> Forwards:
     for path, module in model.named_modules():
         for beyond in (0, 1) if path in calls else ():
             methods = _over_all(module, beyond)
-            if methods and all(loops_tried.agrees(module, methods, call) for call in calls[path]):
-                left_out = loops_tried.left_out(module, methods, calls[path])
+            if not methods or not all(loops_tried.agrees(module, methods, call) for call in calls[path]):
+                continue
+            left_out = loops_tried.left_out(module, methods, calls[path])
+            if left_out is not None and all(all(method.skipped) for method in methods.values()):
                 found[module, module.training] = Loops(methods, left_out)
                 break
     return found
@@ -65,6 +71,11 @@ def counted(ids: Tensor, experts: int) -> Tensor:
     return torch.bincount(ids, minlength=experts)
 
 
+def runs(ids: Tensor, experts: int) -> tuple[range, Tensor]:
+    """Stands for `ids.unique(return_counts=True)`, or for the same of runs of equal ids, which are sorted."""
+    return range(experts), torch.bincount(ids.flatten(), minlength=experts)
+
+
 def at(container: Any, row: Any) -> Any:
     """Stands for `container[row]` of such a row, a tensor [1], which lists of modules take for a number."""
     if not isinstance(row, list):
@@ -75,6 +86,15 @@ def at(container: Any, row: Any) -> Any:
 def decided(condition: Any, as_if: bool) -> Any:
     """Stands for a condition in a loop: what a tensor, or a number of numpy, says is taken for granted."""
     return as_if if isinstance(condition, (Tensor, np.bool_, np.ndarray)) else condition
+
+
+def mended(condition: Any, as_if: bool, skipped: list[bool]) -> Any:
+    """Stands for a condition outside of loops, of what is done anyway. skipped: gets an entry where it is false."""
+    if not isinstance(condition, Tensor):
+        return condition
+    if not is_compiling() and bool(condition) != as_if:
+        skipped.append(True)
+    return as_if
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -88,9 +108,13 @@ class _Rewriter(ast.NodeTransformer):
         self.names = {each.id for each in iterated if isinstance(each, ast.Name)}
         self.numbers: set[str] = set()  # names of ranges of experts, and of what loops over them give
         self.targets = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
+        self.listed: set[str] = set()  # names of ranges of experts that stand for tensors
         self.beyond, self.experts, self.changes, self.loops = beyond, experts if loops else 0, 0, 0
+        self.skipped: list[list[bool]] = []  # of conditions outside of loops
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        if (known := self._of_listed(node)) is not None:
+            return self.visit(ast.copy_location(known, node))
         self.generic_visit(node)
         of = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "item" else None
         if isinstance(of, ast.Name) and of.id in self.targets:
@@ -104,8 +128,21 @@ class _Rewriter(ast.NodeTransformer):
         new = ast.Call(ast.Name("_moefx_counted", ast.Load()), [ids, ast.Constant(self.experts)], [])
         return ast.copy_location(new, node)
 
+    def _of_listed(self, node: ast.Call) -> ast.expr | None:
+        """x of `x.tolist()`, len(x) of `x.size(0)`, x[i] of `x[i].item()`, where x is a range of experts."""
+        of = node.func.value if isinstance(node.func, ast.Attribute) else None
+        base = of.value if isinstance(of, ast.Subscript) else of
+        if not isinstance(base, ast.Name) or base.id not in self.listed:
+            return None
+        if node.func.attr in ("size", "numel") and base is of:
+            return ast.Call(ast.Name("len", ast.Load()), [of], [])
+        return of if node.func.attr in ("item", "tolist", "cpu", "numpy", "detach") else None
+
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
+        shape = node.value
+        if isinstance(shape, ast.Attribute) and shape.attr == "shape" and getattr(shape.value, "id", "") in self.listed:
+            return ast.copy_location(ast.Call(ast.Name("len", ast.Load()), [shape.value], []), node)
         by_target = isinstance(node.slice, ast.Name) and node.slice.id in self.targets
         if not by_target or not isinstance(node.ctx, ast.Load):
             return node
@@ -115,6 +152,13 @@ class _Rewriter(ast.NodeTransformer):
         (target, *more), value = node.targets, node.value
         if not more and isinstance(target, ast.Name) and target.id in self.names:
             node.value = self._replaced(value, target)
+        ids = _counted_ids(value) if self.experts and isinstance(target, ast.Tuple) and not more else None
+        if ids is not None and all(isinstance(each, ast.Name) for each in target.elts):
+            self.changes += 1
+            self.listed.add(target.elts[0].id)
+            self.numbers.add(target.elts[0].id)
+            new = ast.Call(ast.Name("_moefx_runs", ast.Load()), [ids, ast.Constant(self.experts)], [])
+            node.value = ast.copy_location(new, value)
         if not more and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             for i, (name, each) in enumerate(zip(target.elts, value.elts)):
                 if isinstance(name, ast.Name) and name.id in self.names:
@@ -139,18 +183,26 @@ class _Rewriter(ast.NodeTransformer):
         leaves = isinstance(node.body[-1], ast.Continue)
         asks = self.loops and (reads or (leaves and isinstance(node.test, ast.Compare)))
         if asks and (not leaves or not node.orelse) and _adds_nothing(node.orelse) and _asks_for_any(node.test):
-            node.test = self._decided(node.test, not leaves)
+            node.test = self._decided(node.test, not leaves, "decided")
+            self.changes += 1
+        elif reads and not self.loops and not node.orelse and mends.is_mend(node):
+            node.test = self._decided(node.test, True, "mended")
+            node.body = mends.quiet(node.body)
             self.changes += 1
         self.generic_visit(node)
         return node
 
-    def _decided(self, test: ast.expr, as_if: bool) -> ast.expr:
+    def _decided(self, test: ast.expr, as_if: bool, by: str) -> ast.expr:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            new = ast.UnaryOp(test.op, self._decided(test.operand, not as_if))
+            new = ast.UnaryOp(test.op, self._decided(test.operand, not as_if, by))
         elif isinstance(test, ast.BoolOp):
-            new = ast.BoolOp(test.op, [self._decided(value, as_if) for value in test.values])
+            new = ast.BoolOp(test.op, [self._decided(value, as_if, by) for value in test.values])
         else:
-            new = ast.Call(ast.Name("_moefx_decided", ast.Load()), [_Numbers().visit(test), ast.Constant(as_if)], [])
+            given = [_Numbers().visit(test), ast.Constant(as_if)]
+            if by == "mended":
+                given.append(ast.Name(f"_moefx_skipped_{len(self.skipped)}", ast.Load()))
+                self.skipped.append([])
+            new = ast.Call(ast.Name(f"_moefx_{by}", ast.Load()), given, [])
         return ast.copy_location(new, test)
 
     def _replaced(self, value: ast.expr, target: ast.expr) -> ast.expr:
@@ -191,6 +243,16 @@ def _hit_numbers(value: ast.expr) -> ast.expr | None:
     if shapes and value.func.attr in ("flatten", "squeeze", "view", "reshape", "ravel"):
         return _argument_of(value.func.value, "nonzero")
     return None
+
+
+def _counted_ids(call: ast.expr) -> ast.expr | None:
+    """x of `torch.unique(x, return_counts=True)`, or of `torch.unique_consecutive`."""
+    says = {k.arg: getattr(k.value, "value", None) for k in call.keywords} if isinstance(call, ast.Call) else {}
+    if says not in ({"return_counts": True}, {"sorted": True, "return_counts": True}):
+        return None
+    bare = ast.Call(call.func, call.args, [])
+    found = _argument_of(bare, "unique")
+    return _argument_of(bare, "unique_consecutive") if found is None else found
 
 
 def _argument_of(call: ast.expr, name: str, as_tuple: bool = False) -> ast.expr | None:
@@ -305,13 +367,17 @@ def _rewritten(function: Callable[..., Any], beyond: int,
     definition.decorator_list = [each for each in definition.decorator_list if _sets_grad_mode(each)]
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
     # A function around it has our names, so that its globals are the user's own, and not what these were once.
-    ours = {f"_moefx_{ours.__name__}": ours for ours in (every, numbers, at, decided, counted)}
+    ours = (every, numbers, runs, at, decided, mended, counted, is_compiling)
+    ours = {f"_moefx_{each.__name__}": each for each in ours}
+    ours |= {f"_moefx_skipped_{i}": each for i, each in enumerate(rewriter.skipped)}
     around = ast.parse(f"def around({', '.join(ours)}):\n    return {definition.name}")
     around.body[0].body.insert(0, definition)
     code = compile(ast.fix_missing_locations(around), inspect.getsourcefile(function) or "<moefx>", "exec")
     names: dict[str, Any] = {}
     exec(code, function.__globals__, names)
-    return tree, names["around"](**ours)
+    changed = names["around"](**ours)
+    changed.skipped = rewriter.skipped
+    return tree, changed
 
 
 def _sets_grad_mode(decorator: ast.expr) -> bool:

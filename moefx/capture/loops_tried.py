@@ -61,9 +61,9 @@ def agrees(module: nn.Module, methods: Methods, call: Call) -> bool:
     return True
 
 
-def left_out(module: nn.Module, methods: Methods, calls: Sequence[Call]) -> frozenset[str]:
+def left_out(module: nn.Module, methods: Methods, calls: Sequence[Call]) -> frozenset[str] | None:
     """Names of parameters that in some of these runs have a gradient with loops over all experts, and none in the
-    module as it is written: nobody chose their expert."""
+    module as it is written: nobody chose their expert. None: other gradients are not the same."""
     names = {param: name for name, param in module.named_parameters() if param.is_floating_point()}
     frozen, found = [param for param in names if not param.requires_grad], set()
     for param in frozen:
@@ -71,8 +71,15 @@ def left_out(module: nn.Module, methods: Methods, calls: Sequence[Call]) -> froz
     try:
         for call in calls:
             for args, kwargs in _changed(call):
-                own, all_experts = (_reached(module, each, args, kwargs, list(names)) for each in ({}, methods))
-                found |= {name for name, mine, every in zip(names.values(), own, all_experts) if every and not mine}
+                own = _gradients(module, {}, args, kwargs, list(names))
+                try:
+                    all_experts = _gradients(module, methods, args, kwargs, list(names))
+                except Exception:
+                    return None
+                found |= {name for name, mine, every in zip(names.values(), own, all_experts)
+                          if mine is None and every is not None}  # fmt: skip
+                if not all(map(_is_close, own, all_experts)):
+                    return None
     except Exception:  # what cannot be differentiated has no gradients
         return frozenset()
     finally:
@@ -81,27 +88,45 @@ def left_out(module: nn.Module, methods: Methods, calls: Sequence[Call]) -> froz
     return frozenset(found)
 
 
-def _reached(module: nn.Module, methods: Methods, args: tuple, kwargs: dict[str, Any],
-             params: Sequence[Tensor]) -> list[bool]:  # fmt: skip
-    """Which of the parameters a gradient of what the module gives flows to."""
-    args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+def _gradients(module: nn.Module, methods: Methods, args: tuple, kwargs: dict[str, Any],
+               params: Sequence[Tensor]) -> list[Tensor | None]:  # fmt: skip
+    """Of the sum of what the module gives, to the parameters and to the arguments."""
+    leaves = []
+
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        leaves.append(leaf.detach().clone().requires_grad_())
+        return leaves[-1].clone()  # which may be written to
+
     with torch.enable_grad():
+        args, kwargs = tree_map(fresh, (args, kwargs))
         given = _outcome(module, methods, args, kwargs)
         given = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
         ones = [torch.ones_like(leaf) for leaf in given]
-        grads = torch.autograd.grad(given, params, ones, allow_unused=True) if given else [None] * len(params)
-    return [grad is not None for grad in grads]
+        to = [*params, *leaves]
+        return list(torch.autograd.grad(given, to, ones, allow_unused=True)) if given else [None] * len(to)
+
+
+def _is_close(one: Tensor | None, two: Tensor | None) -> bool:
+    """None is as good as zeros."""
+    if one is None or two is None:
+        return all(each is None or not each.any() for each in (one, two))
+    return torch.allclose(one, two, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def _outcome(module: nn.Module, methods: Methods, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """What the module gives with these methods, and leaves in its buffers, whose values stay."""
+    """What the module gives with these methods, and leaves in its buffers, which stay, and so do their values."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     torch.manual_seed(0)  # routers may draw noise
     try:
         with in_place(module, {(module, module.training): Loops(methods)}):
             result = tree_leaves(module.forward(*args, **kwargs))
-        return result + [buffer.clone() for buffer, _ in buffers]
+        return result + [buffer.clone() for buffer in module.buffers()]
     finally:
+        for table, before in tables:
+            table.update(before)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

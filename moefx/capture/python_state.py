@@ -239,7 +239,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
                  replay: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
     """Refuse a forward that changes what it reads, and a list or dict that was there before: what dynamo noted is right
     for the values at the time of the capture alone. What was None may become a number once, and what was not there
-    anything.
+    anything. So may what a library keeps in a dict of its own: the next call, which finds it, is compiled anew.
 
     changed: the paths of what is changed. replay: sets what the forward sets, of fake tensors. Returns which
     buffers it replaces, and by what. Raises CaptureError.
@@ -247,6 +247,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
     scope = state.scope
     if (name := compat.global_written(gm)) is not None:
         raise CaptureError(f"the forward sets the global variable `{name}`", hint="set an attribute of a module")
+    filled: list[str] = []
     for path in dict.fromkeys(map(plain_path, changed)):
         try:
             owner = eval(path, dict(scope))
@@ -256,6 +257,9 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         if is_iterator(owner):
             raise CaptureError(f"the forward draws from the iterator `{spoken(path)}`, which would give the same in "
                                "every call", where=where, hint="draw outside of the forward")  # fmt: skip
+        if type(owner) is dict and _is_of_library(path, model) and _fills(owner, model, replay):
+            filled.append(path)
+            continue
         if isinstance(owner, CONTAINERS) and not path.endswith(_TABLES):
             raise CaptureError(f"the forward changes `{spoken(path)}`, a {type(owner).__name__} that outlives it",
                                where=where, hint="set an attribute of the module instead (self.aux_loss = loss), and "
@@ -275,11 +279,36 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         for path, before in state.seen:
             after = state.value(path)
             is_first = path.startswith("hasattr(") or (before is None and not isinstance(after, Tensor))
+            is_first = is_first or any(each in path for each in filled)
             if not is_first and not _is_same(before, after):
                 raise CaptureError(f"the forward reads `{spoken(path)}` and also sets it",
                                    where=_module_of(path, scope),
                                    hint="keep it in a buffer and write to that: self.n.add_(1)")  # fmt: skip
     return replaced
+
+
+def _is_of_library(path: str, model: nn.Module) -> bool:
+    """Whether a path begins at a global variable of a file that has no module of the model."""
+    name = re.match(r"G\['(\w+)'\]", path)
+    home = compat.module_of_alias(name[1]) if name else None
+    return home is not None and home not in {type(module).__module__ for module in model.modules()}
+
+
+def _fills(cache: dict, model: nn.Module, replay: Callable[[], object]) -> bool:
+    """Whether a forward only puts what is new into a dict, and no tensors: what it found there stays."""
+    before = dict(cache)
+    try:
+        with kept(model):
+            replay()
+    except RuntimeError:
+        return False
+    finally:
+        after = dict(cache)
+        cache.clear()
+        cache.update(before)
+    new = [after[key] for key in after.keys() - before.keys()]
+    return all(after.get(key, _GONE) is value for key, value in before.items()) and not any(
+        isinstance(each, (Tensor, nn.Module, *CONTAINERS)) for each in new)  # fmt: skip
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -42,7 +42,12 @@ def explain(error: Exception) -> CaptureError:
     own = [line for line in lines if "/torch/" not in line[0] and not line[0].startswith(os.path.dirname(__file__))]
     file, number, function = (own or lines)[-1] if lines else ("", "0", "")
     code = linecache.getline(file, int(number)).strip()
-    if compat.is_data_dependent(error) or "Data-dependent" in text:
+    in_list = bool(lines) and lines[-1][2] == "_get_abs_string_index"
+    if in_list and not re.search(r"index -?\d+ is out of range", text):
+        reason = "it takes a module out of a list by a number that a tensor holds, so one token, or sample, at a time"
+        hint = ("loop over all experts, and give each the rows that chose it: for e, expert in enumerate(experts): "
+                "rows, k = torch.where(ids == e); out.index_add_(0, rows, expert(x[rows]) * w[rows, k, None])")
+    elif compat.is_data_dependent(error) or "Data-dependent" in text:
         reason = "Python code depends on values of tensors"
         hint = ("write the line without Python control flow on tensor values (loop over all experts instead of the hit "
                 "ones, use torch.where instead of if), or move it out of forward; numbers of numpy count as tensors, "

@@ -2,7 +2,7 @@
 
 Contract
     takes  PLACED     the joint graph of forward and backward
-    gives  PLACED     two graphs, and what their inputs and outputs mean
+    gives  PLACED     two graphs, and what their inputs and outputs mean; the forward's own assertions stay in it
     never  recomputes a routing (scores' top-k, orders, counts, sizes) or a random number
 
 Pseudo-code
@@ -120,7 +120,9 @@ class _Partition:
     def _forward(self, outputs: list[Node], kept: list[Node], mutated: list[int]) -> GraphModule:
         graph = Graph()
         new = {n: _copy_placeholder(graph, n, self.names[n]) for n in self.inputs}
-        wanted = edit.ancestors([n for n in [*outputs, *kept] if isinstance(n, Node)])
+        checks = [n for n in self.joint.graph.find_nodes(op="call_function", target=_aten._assert_async.msg)
+                  if n not in self.after_tangents]  # fmt: skip
+        wanted = edit.ancestors([*(n for n in [*outputs, *kept] if isinstance(n, Node)), *checks])
         for node in self.joint.graph.nodes:
             if node in wanted and node.op not in ("placeholder", "output"):
                 new[node] = graph.node_copy(node, new.__getitem__)

@@ -144,7 +144,14 @@ class TrainedNumber(Mixture):
         return out
 
 
+class TokenByToken(Mixture):
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        return torch.stack([self.experts[chosen[t]](x[t]) * weights[t] for t in range(6)])
+
+
 FAULTS = {
+    TokenByToken: "takes a module out of a list by a number that a tensor holds.*loop over all experts",
     FloatIndex: "getitem fails on what it is given .tensors used as indices must be long.*plain model runs",
     MoreThanThereAre: "topk fails on what it is given.*plain model runs",
     OtherWidth: "the experts of a loop have parameters of shapes.*one function of different parameters",
