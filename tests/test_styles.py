@@ -17,7 +17,7 @@ from moefx.errors import CaptureError, RaiseError
 from tests.support import comparison_styles
 from tests.support.block_styles import BLOCK_STYLES, ShareOfTokens
 from tests.support.breadth import some
-from tests.support.capture_styles import CAPTURE_REFUSALS, CAPTURE_STYLES
+from tests.support.capture_styles import CAPTURE_STYLES
 from tests.support.handmade import with_layer
 from tests.support.level_styles import GROUPS, LEVEL_STYLES
 from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
@@ -212,10 +212,7 @@ def test_mixtures_that_share_some_experts_are_whole_on_every_rank():
     assert "own_experts" not in found.code["forward"]
 
 
-REFUSALS = OP_REFUSALS | SLICE_REFUSALS | MASK_REFUSALS | CAPTURE_REFUSALS
-
-
-@pytest.mark.parametrize(("layer", "why"), REFUSALS.items())
+@pytest.mark.parametrize(("layer", "why"), (OP_REFUSALS | SLICE_REFUSALS | MASK_REFUSALS).items())
 def test_it_is_refused_and_the_reason_is_said(layer, why):
     with pytest.raises((CaptureError, RaiseError), match=why):
         compiled_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2})
