@@ -188,8 +188,7 @@ class _Numbering:
         if self._leaves_out(node, key) and not any(self._is_empty(value(a)) for a in node.all_input_nodes):
             self.skipped.append(node)  # what is picked of no rows is left out with these
         found = value(node)
-        # Of a list, the numbers that somebody reads are there: each has a node of its own, which knows its place.
-        for number, each in enumerate(_flat(found) if _op_name(node) != "tolist" else ()):
+        for number, each in enumerate(_flat(found)):
             for size in each.shape if isinstance(each, torch.Tensor) else [each]:
                 if isinstance(size, torch.SymInt):
                     self._name(size, node, key, number)
