@@ -147,8 +147,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
 
 def _kept(output: torch.fx.Node) -> Any:
     """A value that is packed: dynamo's code reads a float that the forward sets off a tensor."""
-    is_float = output.target is torch.scalar_tensor
-    return torch.zeros((), dtype=torch.float64) if is_float else value(output)
+    return torch.zeros((), dtype=torch.float64) if output.target is torch.scalar_tensor else value(output)
 
 
 def _of_symbols(fakes: list[Any], sizes: Any) -> dict[str, int]:

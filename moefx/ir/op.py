@@ -355,15 +355,13 @@ def known_same(a: Any, b: Any) -> bool:
     sized = next((size for size in (a, b) if isinstance(size, torch.SymInt)), None)
     if sized is None or free_unbacked_symbols([a, b]):
         return False
-    if statically_known_true(a == b):
-        return True
-    # It remembers what it said before a condition was added.
+    # Of what is not true, statically_known_true remembers what it said before a condition was added.
     env, wanted = sized.node.shape_env, _up_to_a_factor(expr(a) - expr(b))
     equal = (env.replace(guard.expr) for guard in env.guards if isinstance(guard.expr, sympy.Eq))
     if any(isinstance(e, sympy.Eq) and _up_to_a_factor(e.lhs - e.rhs) in (wanted, -wanted) for e in equal):
         return True
     bounds = env.bound_sympy(sympy.expand(expr(a) - expr(b)))  # of s // 2 - s // 4, say, where s is 2 or 3
-    return bounds.lower == bounds.upper == 0
+    return bounds.lower == bounds.upper == 0 or statically_known_true(a == b)
 
 
 def _up_to_a_factor(difference: sympy.Expr) -> sympy.Expr:
