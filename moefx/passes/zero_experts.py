@@ -66,12 +66,14 @@ def _free(facts: dict, loop: Loop) -> Iterator[Branches]:
         kinds.setdefault(_shape_of(rows, 3), []).append(expert)
     if loop.how.dense or loop.how.pairs or len(kinds) == 1:
         return
+    alone = {e: Branches(facts, [rows], experts=[e]) for e, rows in loop.rows.items()}
+    some_have = not all(map(_is_free, alone.values()))  # else what is small is all that there is to spread
     for experts in kinds.values():
-        each = [Branches(facts, [loop.rows[e]], experts=[e]) for e in experts]
+        each = [alone[e] for e in experts]
         if not all(map(_is_free, each)):
             continue
         if any(isinstance(role, Shared) for branches in each for role in branches.roles.values()):
-            yield from each
+            yield from each if some_have else ()
             continue
         try:
             yield Branches(facts, [loop.rows[e] for e in experts], experts=experts)

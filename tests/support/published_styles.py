@@ -96,6 +96,15 @@ class ConstantExperts(nn.Module):
         return out.view_as(x)
 
 
+class NarrowExperts(ConstantExperts):
+    """All that the experts have is small, as adapters' weights are: one of them has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        narrow = (nn.Sequential(nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)) for _ in range(E + 2))
+        self.experts = nn.ModuleList([*narrow, nn.Identity()])
+
+
 class KeepsSorted(Stacked):
     """Weights, and the order that sorts them, stay with the module for later use."""
 
@@ -155,4 +164,4 @@ class MaskedTokens(Layer):
 
 
 PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, MaskedTokens, AddsToViews, ActivePairs, RowsBehindOne, SoftmaxByHand,
-                    ConstantExperts, KeepsSorted)  # fmt: skip
+                    ConstantExperts, NarrowExperts, KeepsSorted)  # fmt: skip
