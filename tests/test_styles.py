@@ -28,6 +28,7 @@ from tests.support.place_styles import PLACE_STYLES, ChoiceFirstGrouped, Sampled
 from tests.support.public_styles import ADDS, CONVERTS, MASKS, READS, STAYS, AddsAtRows, ComparedWithAll, Stays
 from tests.support.published_styles import PUBLISHED_STYLES
 from tests.support.ranks import fake_world, one_rank
+from tests.support.sample_styles import SAMPLE_STYLES
 from tests.support.scenarios import EP2, check_steps, steps_of
 from tests.support.sharing import run_sharing
 from tests.support.slice_styles import SLICE_REFUSALS, SLICE_STYLES
@@ -56,10 +57,11 @@ class Twice(AllExperts):
 
 ALL = STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + SUM_STYLES + WEIGHT_STYLES + OP_STYLES
 # Passes have tests of their own, of which these styles are combinations; most are tried only with --full.
-OFTEN = some([*ALL, *PLACE_STYLES, *PUBLISHED_STYLES], *ALL[::4], *PLACE_STYLES[::4], *OP_STYLES, *PUBLISHED_STYLES)
+EVERY = [*ALL, *PLACE_STYLES, *PUBLISHED_STYLES, *SAMPLE_STYLES]
+OFTEN = some(EVERY, *ALL[::4], *PLACE_STYLES[::4], *OP_STYLES, *PUBLISHED_STYLES, *SAMPLE_STYLES)
 # Styles differ until they are raised, and are compared until they are placed. What follows takes some of every list,
 # and those with ops of their own, which are differentiated as they stand.
-WHOLE_WAY = {*ALL[::12], *OP_STYLES}
+WHOLE_WAY = {*ALL[::12], *OP_STYLES, *SAMPLE_STYLES[:1]}
 
 
 @pytest.mark.parametrize("style", OFTEN)

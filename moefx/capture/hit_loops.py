@@ -109,6 +109,7 @@ class _Rewriter(ast.NodeTransformer):
         self.numbers: set[str] = set()  # names of ranges of experts, and of what loops over them give
         self.targets = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
         self.listed: set[str] = set()  # names of ranges of experts that stand for tensors
+        self.finite: set[str] = set()  # names of answers to whether values are finite
         self.beyond, self.experts, self.changes, self.loops = beyond, experts if loops else 0, 0, 0
         self.skipped: list[list[bool]] = []  # of conditions outside of loops
 
@@ -150,6 +151,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         (target, *more), value = node.targets, node.value
+        if isinstance(target, ast.Name) and mends.asks_if_finite(value, self.finite):
+            self.finite.add(target.id)
         if not more and isinstance(target, ast.Name) and target.id in self.names:
             node.value = self._replaced(value, target)
         ids = _counted_ids(value) if self.experts and isinstance(target, ast.Tuple) and not more else None
@@ -185,7 +188,7 @@ class _Rewriter(ast.NodeTransformer):
         if asks and (not leaves or not node.orelse) and _adds_nothing(node.orelse) and _asks_for_any(node.test):
             node.test = self._decided(node.test, not leaves, "decided")
             self.changes += 1
-        elif reads and not self.loops and not node.orelse and mends.is_mend(node):
+        elif reads and not self.loops and not node.orelse and mends.is_mend(node, self.finite):
             node.test = self._decided(node.test, True, "mended")
             node.body = mends.quiet(node.body)
             self.changes += 1

@@ -6,6 +6,7 @@ The condition has to ask whether all values are finite: of these, runs that try 
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -15,11 +16,16 @@ from moefx._torch_compat.printing import LEVELS
 _FINITE = ("isnan", "isinf", "isfinite", "isposinf", "isneginf")
 
 
-def is_mend(node: ast.If) -> bool:
+def asks_if_finite(tree: ast.AST, known: Collection[str]) -> bool:
+    """Whether an expression asks that of values, or reads a variable that is known to hold the answer."""
+    names = {getattr(each, "attr", None) for each in ast.walk(tree)}
+    return not names.isdisjoint(_FINITE) or any(getattr(each, "id", None) in known for each in ast.walk(tree))
+
+
+def is_mend(node: ast.If, known: Collection[str]) -> bool:
     """Whether all that it does can be seen in local variables, and in what is printed. Whether it does anything where
     its condition is not true has to be tried."""
-    names = {getattr(each, "attr", None) for each in ast.walk(node.test)}
-    if names.isdisjoint(_FINITE):
+    if not asks_if_finite(node.test, known):
         return False
     tests = [node.test]
     while tests:

@@ -49,6 +49,12 @@ class Rows:
         """x in a dtype; None: in its own."""
         return x if dtype in (None, edit.tensor_value(x).dtype) else self.method("to", x, dtype)
 
+    def with_ones(self, x: Node, number: int) -> Node:
+        """x [..] as [.., 1, 1], with so many ones."""
+        for _ in range(number):
+            x = self.method("unsqueeze", x, -1)
+        return x
+
     def autocast(self, x: Node, dtypes: Mapping[str, torch.dtype]) -> Node:
         """What torch's autocast, to these dtypes by kind of device, does to an argument of a matmul."""
         found = edit.tensor_value(x)
@@ -133,16 +139,22 @@ class Rows:
 
 
 class Region(Rows):
-    """One routing and the nodes emitted for it. pairs: every choice is a token of its own, with its own result."""
+    """One routing and the nodes emitted for it. pairs: every choice is a token of its own, with its own result.
+    inside: where samples [L, D] are routed, a tensor of all of them, and the first axis of their tokens and the one
+    behind the last: each token is routed as its sample is."""
 
-    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int, *, pairs: bool = False) -> None:
+    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int, *, pairs: bool = False,
+                 inside: tuple[Node, int, int] | None = None) -> None:  # fmt: skip
         self.pairs, self.repeats, k = pairs, k if pairs else 1, 1 if pairs else k
         self.number = regions.next_region(gm)
         super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
         self.experts, self.k = experts, k
+        samples, first, last = inside or (idx, 0, 0)
+        self.inside = [self.method("size", samples, axis) for axis in range(first, last)]
         self._numbers: dict[Node, tuple[Node, ...]] = {}  # what was made of numbers of experts -> these
         self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
-        self.given_idx = idx
+        self.routed_dims = edit.tensor_value(idx).dim()
+        self.given_idx = idx = self.of_each(idx)
         if edit.tensor_value(idx).dim() != 2 or edit.tensor_value(idx).shape[1] != k:
             idx = self.method("reshape", idx, -1, k)
         self.idx = idx
@@ -165,6 +177,9 @@ class Region(Rows):
         if decide_same(have, want) is False:
             raise RaiseError(f"{x.name} has {have} rows, but {want} are routed", where=edit.place(x),
                              hint="route as many tokens as there are")  # fmt: skip
+        if any(not expr(size).is_number for size in edit.tensor_value(x).shape[1:]):
+            raise RaiseError(f"rows of {x.name} have a size that may differ from rank to rank", where=edit.place(x),
+                             hint="keep the features on the last dim of what is routed, [.., D]")  # fmt: skip
 
     def _use_same_sizes(self, have: sympy.Expr, want: sympy.Expr) -> None:
         """[B, S, ..] of one input and [B, S, ..] of another, both taken as [B * S, ..]: then they are equal one by one,
@@ -178,6 +193,16 @@ class Region(Rows):
             same = next((other for other in others if decide_same(sizes[size], sizes[other])), None)
             others = [other for other in others if other is not same]
 
+    def of_each(self, x: Node) -> Node:
+        """x [.., K], one of what is routed, as one of each token inside of it, [.., L, K]. Without K: of one choice."""
+        if self.inside and edit.tensor_value(x).dim() < self.routed_dims:
+            x = self.shaped(x, "unsqueeze", -1)
+        for size in self.inside:
+            x = self.shaped(x, "unsqueeze", -2)
+            dims = [-1] * (edit.tensor_value(x).dim() - 2)
+            x = self.shaped(x, "expand", *dims, size, -1)
+        return x
+
     @property
     def token_dims(self) -> int:
         """How many dims the user's code numbers the tokens by: those of the routing [.., K] without the choices."""
@@ -185,8 +210,9 @@ class Region(Rows):
 
     def per_token(self, x: Node, flat: bool = False) -> Node:
         """x [.., D], numbered as the routing, as [T, D]; flat: it has its tokens on one axis already."""
-        if self.token_dims > 1 and not flat:
-            x = self.shaped(x, "flatten", 0, self.token_dims - 1)
+        dims = 1 + len(self.inside) if flat else self.token_dims
+        if dims > 1:
+            x = self.shaped(x, "flatten", 0, dims - 1)
         return x if self.repeats == 1 else self.shaped(x, "repeat_interleave", self.repeats, 0)
 
     def of_chosen(self, scores: Node, some: bool = False) -> Node:
@@ -203,9 +229,12 @@ class Region(Rows):
         self._numbers[chosen] = tuple(of_experts)
         return self.dispatch_choices(chosen)
 
-    def as_given(self, rows: Node, like: Node) -> Node:
-        """[T, D] with the dims in front that the user's code has; `like` has as many dims."""
-        if self.token_dims + self.pairs == 1:
+    def as_given(self, rows: Node, like: Node, flat: bool = False) -> Node:
+        """[T, D] with the dims in front that the user's code has; `like` has as many dims. flat: it has what is routed
+        on one axis."""
+        if flat and self.inside:
+            return self.method("view", rows, -1, *self.inside, *edit.tensor_value(like).shape[1 + len(self.inside) :])
+        if flat or self.token_dims + self.pairs == 1:
             return rows
         sizes = [self.method("size", self.given_idx, dim) for dim in range(self.token_dims)]
         return self.method("view", rows, *sizes, *edit.tensor_value(like).shape[self.token_dims :])

@@ -33,7 +33,7 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.names import op_name
-from moefx.ir.op import decide_same
+from moefx.ir.op import decide_same, numel
 from moefx.ir.shapes import sizes
 
 
@@ -69,9 +69,10 @@ def _find(gm: GraphModule) -> Iterator[_Mixture]:
             continue
         columns: dict[tuple[Node, int], tuple[Node, Node]] = {}
         for product in _summands(node):
-            if (term := _term(gm, product)) is not None:
-                weights, e, column = term
-                columns[weights, e] = product, column
+            for each in additions.behind_numbers(product):
+                for column in each.args if op_name(each) == "mul" else ():
+                    if (found := _column(gm, column)) is not None:
+                        columns.setdefault(found, (each, column))
         for weights in dict.fromkeys(w for w, _ in columns):
             mine = {e: found for (w, e), found in columns.items() if w is weights}
             every = len(mine) > 1 and sorted(mine) == list(range(len(mine)))
@@ -94,38 +95,43 @@ def _is_sum(node: object) -> bool:
     return adds and len(node.args) == 2 and not node.kwargs
 
 
-def _term(gm: GraphModule, node: Node) -> tuple[Node, int, Node] | None:
-    """(weights, e, column) of a product with the column of e."""
-    node = additions.product_of(node)
-    if not isinstance(node, Node) or op_name(node) != "mul" or len(node.args) != 2:
-        return None
-    return next((found for column in node.args if (found := _column(gm, column)) is not None), None)
-
-
-def _column(gm: GraphModule, column: Node) -> tuple[Node, int, Node] | None:
-    """(G, e, column) of what has the numbers of G[.., e, None] in every draw, and is computed of G."""
-    fake = edit.tensor_value(column)
-    found = choices.drawn(gm, column) if fake is not None and fake.dim() > 1 and sizes(column)[-1] == 1 else None
+def _column(gm: GraphModule, column: object) -> tuple[Node, int] | None:
+    """(G, e) of what has the numbers of G[.., e] in every draw, [.., 1, ..], and is computed of G."""
+    fake = edit.tensor_value(column) if isinstance(column, Node) else None
+    found = choices.drawn(gm, column) if fake is not None and sizes(column)[-1:] in ((), (1,)) else None
     for node in sorted(edit.ancestors([column]), reverse=True) if found is not None else ():
         whole = choices.drawn(gm, node) if edit.tensor_value(node) is not None else None
         if whole is None or not whole[0].dim() or not 1 < whole[0].shape[-1] <= MOST or any(
-                g.shape[:-1] != v.shape[:-1] for g, v in zip(whole, found)):  # fmt: skip
+                g.shape[-1] != whole[0].shape[-1] or g[..., 0].numel() != v.numel() for g, v in zip(whole, found)):  # fmt: skip
             continue
-        same = torch.stack([(g == v).flatten(0, -2).all(0) for g, v in zip(whole, found)]).all(0)
+        same = [(g.reshape(-1, g.shape[-1]) == v.reshape(-1, 1)).all(0) for g, v in zip(whole, found)]
+        same = torch.stack(same).all(0)
         if same.sum() == 1:
-            return node, int(same.nonzero()), column
+            return node, int(same.nonzero())
     return None
 
 
 def _choose_all(gm: GraphModule, found: _Mixture) -> Node:
-    weights = found.weights
-    with edit.at(weights, after=True):
+    weights, products = found.weights, [product for product, _ in found.columns.values()]
+    with edit.at(min(products)):
         emit = ragged.Rows(gm, edit.tensor_value(weights).fake_mode, "")
+        if numel(weights) == len(found.columns):
+            weights = _for_each_token(emit, weights, found)
         every = emit.emit_call(torch.arange, len(found.columns), device=edit.tensor_value(weights).device)
         ids = emit.method("expand_as", every, weights)
     for e, (product, column) in found.columns.items():
-        with edit.at(column, after=True):
+        with edit.at(product):
             chosen = emit.emit_call(operator.mul, weights, emit.emit_call(operator.eq, ids, e))
             new = emit.emit_call(torch.sum, chosen, -1, keepdim=True)
-        additions.product_of(product).replace_input_with(column, new)
+            new = emit.with_ones(new, edit.tensor_value(column).dim() - edit.tensor_value(new).dim())
+        product.replace_input_with(column, new)
     return ids
+
+
+def _for_each_token(emit: ragged.Rows, weights: Node, found: _Mixture) -> Node:
+    """Weights [E], or [1, E], of all tokens as [.., E], of each."""
+    product, _ = found.columns[0]
+    tokens = sizes(product)[:-1]
+    like = min(n for n in edit.ancestors([product]) if sizes(n)[:-1] == tokens)
+    dims = [emit.method("size", like, dim) for dim in range(len(tokens))]
+    return emit.method("expand", emit.method("reshape", weights, -1), *dims, -1)

@@ -41,6 +41,7 @@ from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import op_name
 from moefx.ir.ops.regions import leave_experts
+from moefx.ir.writes import storage
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -118,6 +119,10 @@ def _fault(loop: Loop, adds: set[Node], found: list[Loop], facts: dict) -> Raise
     if missing:
         return _missing(loop, missing, found, facts)
     *_, last = loop.adds.values()
+    if last.target is operator.setitem and storage(last.args[0]) in map(storage, last.args[0].all_input_nodes):
+        return RaiseError("a loop over experts adds to a part of a tensor", where=edit.place(last),
+                          hint="add to a tensor of its own, and stack, or join, these; or route the tokens of all "
+                          "samples at once: x.view(-1, D)")  # fmt: skip
     reader = next((user for add in loop.adds.values() for user in add.users if add is not last and user not in adds),
                   None)  # fmt: skip
     return None if reader is None else RaiseError(
@@ -149,16 +154,14 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: 
     """(the output now, the number of the region)"""
     experts, last, start = len(loop.adds), max(loop.adds.values()), loop.base
     _step_aside(loop, last, others)
-    dims = len(token_axes(loop.idx)) if loop.how.dense else 1
-    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
-    base = loop.base
+    branches, base = loops.branches(facts, loop), loop.base
     with edit.at(last):
         k = int(edit.tensor_value(loop.idx).shape[-1])
-        region = ragged.Region(gm, loop.idx, experts, k, pairs=loop.how.pairs)
+        region = ragged.Region(gm, loop.idx, experts, k, pairs=loop.how.pairs, inside=loops.inside(loop, branches))
         rows = Emitter(region, branches, ctx.autocast).emit()
         like = branches.rows[0] if base is None else base
         combined = region.combine(rows)
-        combined = combined if loop.flat else region.as_given(combined, like)
+        combined = region.as_given(combined, like, loop.flat)
         total = combined = region.cast(combined, edit.tensor_value(like).dtype)
         if not additions.is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
@@ -175,7 +178,7 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: 
     number = region.finish()
     reads = [*region.inputs, *([] if additions.is_nothing(start) else [start])]
     ids = max(experts, routings.number_of_ids(loop.idx) or 0)  # what is chosen beyond the experts goes nowhere
-    check.compare(out, total, region.given_idx, reads, ids)
+    check.compare(out, total, loop.idx, reads, ids)
     return total, number
 
 

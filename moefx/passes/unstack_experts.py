@@ -148,13 +148,24 @@ def _weights(gm: GraphModule, facts: dict, chain: list[Node], shares: list[Tenso
     floats = [node for node in drawn if edit.tensor_value(node) is not None and not choices.is_integral(node)]
     for node in floats:
         fact = facts.get(node)
-        if (fact is None or isinstance(fact, Scattered)) and _are_close(drawn[node], shares):
+        if (fact is None or isinstance(fact, Scattered)) and _are_close(*_of_samples(drawn[node], shares)):
             return _Sum(outputs, None, node) if fact is None else _Sum(outputs, fact.idx, fact.w)
     for idx in [node for node in drawn if choices.is_integral(node) and routings.is_distinct(node)]:
         for w in [node for node in floats if sizes(node) == sizes(idx) and node not in facts]:
             if all(map(_spreads_to, drawn[idx], drawn[w], shares)):
                 return _Sum(outputs, idx, w)
     return None
+
+
+def _of_samples(found: list[Tensor], shares: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Shares [.., L, E] of tokens as those [.., E] of samples, or as [E], if so many weights are to be compared with
+    them and the tokens have the same."""
+    weights, share = found[0], shares[0]
+    front = 0 if weights.numel() == share.shape[-1] else weights.dim() - 1
+    inside = tuple(range(front, share.dim() - 1))
+    if not inside or not all(torch.allclose(each.amax(inside), each.amin(inside)) for each in shares):
+        return found, shares
+    return [each.squeeze(0) if front == 0 else each for each in found], [each.amax(inside) for each in shares]
 
 
 def _spreads_to(ids: Tensor, w: Tensor, share: Tensor) -> bool:
@@ -189,7 +200,8 @@ def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
                 mine = emit.emit_call(operator.mul, found.w, emit.emit_call(operator.eq, found.idx, expert))
                 rows = emit.emit_call(operator.mul, output, emit.method("sum", mine, -1, keepdim=True))
             elif found.w is not None:
-                score = emit.method("unsqueeze", emit.method("select", found.w, -1, expert), -1)
+                ones = len(sizes(output)) - len(sizes(found.w)) + 1 if len(sizes(found.w)) > 1 else 0
+                score = emit.with_ones(emit.method("select", found.w, -1, expert), ones)
                 rows = emit.emit_call(operator.mul, output, score)
             total = rows if total is None else emit.emit_call(operator.add, total, rows)
     _replace(node, total, [*found.outputs, *(n for n in (found.w, found.idx) if n is not None)])

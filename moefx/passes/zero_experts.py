@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import additions, choices, loops
 from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.facts import token_axes
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.roles import Scores, Shared, Tokens
 from moefx.context.pass_types import PassContext, PassResult
@@ -154,12 +155,13 @@ def _on_all_tokens(emit: ragged.Rows, loop: Loop, branches: Branches) -> Node:
         elif isinstance(role, Shared):
             new[node] = node
         else:
-            new[node] = _summed(emit, emit.emit_call(operator.mul, role.read(emit), mask), loop, role.column)
+            new[node] = _summed(emit, emit.emit_call(operator.mul, role.read(emit), mask), loop, role.ones)
     out = new[branches.rows[0]]
     if any(isinstance(role, Scores) for role in branches.roles.values()):
         return out
+    tokens = 1 if loop.flat else len(token_axes(loop.idx))
     times = emit.method("to", mask, edit.tensor_value(out).dtype)
-    return emit.emit_call(operator.mul, out, _summed(emit, times, loop, True))
+    return emit.emit_call(operator.mul, out, _summed(emit, times, loop, edit.tensor_value(out).dim() - tokens))
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
@@ -169,8 +171,8 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
         yield each[0], each[-1]
 
 
-def _summed(emit: ragged.Rows, weights: Node, loop: Loop, column: bool) -> Node:
-    """The sum over the choices [..] or [.., 1], numbered as the output numbers its tokens."""
+def _summed(emit: ragged.Rows, weights: Node, loop: Loop, ones: int) -> Node:
+    """The sum over the choices [.., 1, ..], numbered as the output numbers its tokens."""
     total = emit.method("sum", weights, -1)
     total = emit.method("flatten", total) if loop.flat else total
-    return emit.method("unsqueeze", total, -1) if column else total
+    return emit.with_ones(total, ones)

@@ -35,10 +35,10 @@ def test_golden():
 def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up_0: "f32[16, 16]", up_1: "f32[16, 16]"):
     linear = F.linear(x, gate)  # f32[s0, 2]
     g = F.softmax(linear, dim=-1)  # f32[s0, 2]
-    arange = torch.arange(2, device=torch.device('cpu'))  # i64[2]
-    expand_as = arange.expand_as(g)  # i64[s0, 2]
     y_0 = F.linear(x, up_0)  # f32[s0, 16]
     y_1 = F.linear(x, up_1)  # f32[s0, 16]
+    arange = torch.arange(2, device=torch.device('cpu'))  # i64[2]
+    expand_as = arange.expand_as(g)  # i64[s0, 2]
     eq = expand_as == 0  # bool[s0, 2]
     mul_2 = g * eq  # f32[s0, 2]
     sum_1 = torch.sum(mul_2, -1, keepdim=True)  # f32[s0, 1]

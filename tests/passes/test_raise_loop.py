@@ -229,6 +229,21 @@ def test_other_functions_are_left_alone(source):
     assert result.changes == []
 
 
+def of_samples(source):
+    """Samples [s1, 16] are routed as they are on average."""
+    source = source.replace("s0, 16", "s0, s1, 16").replace("linear(x, gate)", "linear(x.mean(1), gate)")
+    source = source.replace("unsqueeze(-1)", "unsqueeze(-1).unsqueeze(-1)")
+    return source.replace(".sum(-1)\n", ".sum(-1)[:, None, None]\n")
+
+
+def of_columns(source):
+    """Samples whose tokens are columns, [16, s1]."""
+    source = of_samples(source).replace("s0, s1, 16", "s0, 16, s1").replace("x.mean(1)", "x.mean(2)")
+    for e in range(3):
+        source = source.replace(f"x[token{e}]", f"x[token{e}].mT").replace(f", rows{e})", f", rows{e}.mT)")
+    return source
+
+
 def two_levels(outer):
     """Two groups of two experts; `outer` adds what comes of group g."""
     names = [f"{g}{e}" for g in range(2) for e in range(2)]
@@ -302,8 +317,10 @@ def test_experts_that_are_mixtures(outer):
     (loop(expert=EXPERT.replace("hidden{e} =", "copy{e} = up{e}.clone()\n    copy{e}[0] = 0.0\n    hidden{e} =")
           .replace("up{e}, bias", "copy{e}, bias") + ADD), "write to copy0, or to a part of it"),
     (loop(expert=OWN_ROWS + ADD), "mean along dim 0 mixes the rows"),
+    (loop(expert=MASKED).replace("torch.zeros_like(x)", "torch.zeros_like(x)[:]"), "adds to a part of a tensor"),
+    (of_columns(loop()), "from rank to rank"),
 ], ids=["missing", "another way", "another output", "twice", "different", "another's rows", "a partial sum",
-        "a part written to", "a number of its rows"])  # fmt: skip
+        "a part written to", "a number of its rows", "a view", "sizes"])  # fmt: skip
 def test_refusal(source, message):
     with pytest.raises(RaiseError) as caught:
         raised(source)
@@ -339,6 +356,9 @@ def test_refusal(source, message):
     *(loop(expert=expert, head=HEAD_3) for expert in (PUT_3, SET_3, MASKED, PAIRS_3, DENSE, FULL_3)),
     loop(expert=PUT_3, head=HEAD_3).replace("torch.zeros_like(x)", "x * 2.0"),
     loop(expert=DENSE, head=HEAD_3).replace("torch.zeros_like(x)", "0"),
+    of_samples(loop()),
+    of_samples(loop(expert=MASKED)),
+    of_samples(loop(expert=DENSE).replace("-1, keepdim=True)", "-1)")),
 ], ids=["index_add", "setitem", "any order", "onto something", "set onto something", "masks", "masks of pairs",
         "columns", "one column", "numbers of experts", "scores by numbers of experts", "computed weights",
         "dense", "dense, equal choices", "dense, onto something", "scattered weights", "assigned",
@@ -346,7 +366,7 @@ def test_refusal(source, message):
         "views of one matrix", "rows of no expert", "slices of one matrix",
         *(f"tokens of two dims, {how}" for how in (
             "put", "assigned", "masks", "masks of pairs", "dense", "scattered weights", "put onto something",
-            "from nothing"))])  # fmt: skip
+            "from nothing")), "samples", "masks of samples", "samples, dense"])  # fmt: skip
 def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):

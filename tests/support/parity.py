@@ -212,7 +212,7 @@ def skew(model: nn.Module, experts: list[int], strength: float = 20.0) -> int:
     changed = 0
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            inside = re.search(r"experts\.\d", name)  # a gate of an expert's own is no router
+            inside = re.search(r"experts\.\d|shared", name)  # a gate of an expert's own is no router
             if not inside and name.endswith(("router.bias", "gate.bias", "correction", "correction_bias")):
                 full(tensor)[experts] += strength
                 changed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -96,13 +97,20 @@ def _dense_term(term: object, facts: dict) -> tuple[Mask, Node] | None:
 
 def product_of(term: object) -> object:
     """The product of rows and weights behind casts and factors that are one number."""
+    *_, last = behind_numbers(term)
+    return last
+
+
+def behind_numbers(term: object) -> Iterator[object]:
+    """A term, and what it is but for casts and factors that are one number."""
+    yield term
     while isinstance(term, Node):
         inputs = term.args[:2] if op_name(term) == "mul" else term.args[1:2] if op_name(term) in _DIVISIONS else ()
         number = next((a for a in inputs if _is_number(a)), None)
         if number is None and op_name(term) not in ("to", "type_as", "float"):
             break
         term = next((a for a in term.args if a is not number), None)
-    return term
+        yield term
 
 
 _DIVISIONS = ("div", "truediv")

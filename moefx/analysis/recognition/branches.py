@@ -131,7 +131,7 @@ class Branches:
         if len(sources) != 1 or len(kinds) != 1:
             raise _differ(nodes, "read different tensors")
         source, kind = sources.pop(), kinds.pop()
-        column = edit.tensor_value(nodes[0]).dim() > self.row_dims
+        ones = edit.tensor_value(nodes[0]).dim() - self.row_dims
         if is_slice:
             return Slices(source, None if kind == "slice" else kind, tuple(experts))
         if kind in ("tokens", "flat tokens"):
@@ -141,7 +141,7 @@ class Branches:
         if kind == "rows":
             return Part(source)
         has_gradient = [edit.tensor_value(each).requires_grad for each in (source, nodes[0])]
-        return Scores(source, kind == "dense", column, has_gradient == [True, False])
+        return Scores(source, kind == "dense", ones, has_gradient == [True, False])
 
     def _index_of(self, node: Node) -> tuple[Node, str | int, int] | None:
         """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number; the kind is a

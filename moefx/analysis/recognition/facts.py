@@ -151,7 +151,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Read:
-    """[n] or [n, 1]: w [T, K] at the n pairs that the routing gives to one expert."""
+    """[n, 1, ..]: w [T, K] at the n pairs that the routing gives to one expert."""
 
     mask: Mask
     w: Node

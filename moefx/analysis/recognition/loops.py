@@ -11,9 +11,10 @@ from moefx.analysis.recognition import additions
 from moefx.analysis.recognition.additions import Addition
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import Index, Mask, Weighed, token_axes
-from moefx.analysis.recognition.roles import Slices, Stack
+from moefx.analysis.recognition.roles import Shared, Slices, Stack, Tokens
 from moefx.errors import RaiseError
 from moefx.ir.names import op_name
+from moefx.ir.shapes import sizes
 
 
 @dataclass
@@ -80,7 +81,38 @@ def check_experts(gm: GraphModule, facts: dict, ids: Node, experts: int) -> None
     loop = next((each for each in find(gm, facts) if each.idx is ids), None)
     if loop is None or loop.twice is not None or set(loop.adds) != set(range(experts)):
         raise RaiseError("not every expert adds rows to the output once")
-    dims = len(token_axes(ids)) if loop.how.dense else 1
-    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
-    if not any(isinstance(role, (Stack, Slices)) for role in branches.roles.values()):
+    if not any(isinstance(role, (Stack, Slices)) for role in branches(facts, loop).roles.values()):
         raise RaiseError("what is added has no parameters of its own")
+
+
+def branches(facts: dict, loop: Loop) -> Branches:
+    """The branches of experts 0, 1, .."""
+    rows = [loop.rows[e] for e in range(len(loop.adds))]
+    return Branches(facts, rows, dense=loop.how.dense, row_dims=_routed(loop) + _inside(loop))
+
+
+def inside(loop: Loop, found: Branches) -> tuple[Node, int, int] | None:
+    """Where a sample of many tokens is routed as a whole: (a tensor of all samples, [.., L, .., D], the first and the
+    last of the axes of their tokens)."""
+    front, number = _axes(loop), _inside(loop)
+    wanted = sizes(loop.rows[0])[_routed(loop) :][:number]
+    roles = found.roles.items() if number else ()
+    read = (role.x if isinstance(role, Tokens) else node for node, role in roles if isinstance(role, (Tokens, Shared)))
+    return next(((x, front, front + number) for x in read if sizes(x)[front:][:number] == wanted), None)
+
+
+def _axes(loop: Loop) -> int:
+    """How many axes number what is routed."""
+    return 1 if loop.flat else len(token_axes(loop.idx))
+
+
+def _routed(loop: Loop) -> int:
+    """How many of them the rows of an expert have."""
+    return _axes(loop) if loop.how.dense else 1
+
+
+def _inside(loop: Loop) -> int:
+    """How many axes number the tokens of a sample [L, D]: as long as they may differ between ranks, tokens are sent, not
+    samples. Rows [H, D] of known sizes are sent as they are."""
+    found = sizes(loop.rows[0])[_routed(loop) : -1]
+    return len(found) if any(not size.is_number for size in found) else 0

@@ -178,8 +178,8 @@ class Routing:
         return torch.Size(ids.shape[self.axes.index(name)] for name in dims)
 
     def _fitted(self, values: list[Tensor], dims: tuple[str, ...]) -> list[Tensor] | None:
-        """The values with these dims alone; those of tokens may have one of size 1 behind."""
-        if "k" not in dims and values[0].dim() == len(dims) + 1 and _all(v.shape[-1] == 1 for v in values):
+        """The values with these dims alone; those of tokens may have some of size 1 behind."""
+        while "k" not in dims and values[0].dim() > len(dims) and _all(v.shape[-1] == 1 for v in values):
             values = [v.squeeze(-1) for v in values]
         fits = values[0].dim() == len(dims) and _all(
             v.shape == self._shape(dims, ids) for v, ids in zip(values, self.ids))  # fmt: skip
@@ -267,7 +267,7 @@ class Routing:
 
     def _scores_of(self, node: Node, values: list[Tensor], mine: list[Any]) -> Any:
         dims = self.ids[0].dim()
-        if not values[0].dtype.is_floating_point or not 1 <= values[0].dim() <= dims:
+        if not values[0].dtype.is_floating_point or not 1 <= values[0].squeeze().dim() <= dims:
             return None
         last = values[0].dim() == dims and _all(v.shape[:-1] == ids.shape[:-1]
                                                              for v, ids in zip(values, self.ids))  # fmt: skip
@@ -285,7 +285,7 @@ class Routing:
         return None
 
     def _read(self, node: Node, values: list[Tensor], mine: list[Any]) -> Read | None:
-        if not values[0].dtype.is_floating_point or values[0].dim() not in (1, 2) or any(
+        if not values[0].dtype.is_floating_point or not values[0].dim() or any(
                 v.numel() != len(v) for v in values):  # fmt: skip
             return None
         values = [v.flatten() for v in values]

@@ -93,9 +93,9 @@ class Emitter:
             return region.dispatch(region.per_token(role.x, role.flat))
         if isinstance(role, Scores):
             some = may_name_nobody(region.given_idx)
-            scores = role.read(region)
+            scores = region.of_each(role.read(region))
             score = region.dispatch_choices(region.of_chosen(scores, some) if role.dense else scores)
-            return region.method("unsqueeze", score, -1) if role.column else score
+            return region.with_ones(score, role.ones)
         if isinstance(role, Numbers):
             return self._number_of_rows(node, role)
         assert isinstance(role, (Slices, Stack))
@@ -140,7 +140,7 @@ class Emitter:
             raise RaiseError(f"{op_name(node)} gives a number for every expert, which meets tensors of several shapes",
                              where=edit.place(node), hint="multiply the rows [n, D] with it")  # fmt: skip
         numbers = self.region.numbers(role.nodes, may_name_nobody(self.region.given_idx))
-        return numbers if dims == {1} else self.region.method("unsqueeze", numbers, -1)
+        return self.region.with_ones(numbers, int(dims != {1}))
 
     @property
     def _tokens(self) -> tuple[sympy.Expr, ...]:
