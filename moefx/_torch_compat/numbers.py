@@ -11,6 +11,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import lazy
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 _Lazy = getattr(lazy, "LazyConstantVariable", None)  # torch 2.11 has none: numbers are constants there
@@ -38,6 +40,21 @@ def free_numbers(is_free: Callable[[str], bool]) -> Iterator[None]:
         return read[name]
 
     with mock.patch.object(_Lazy, "create", staticmethod(create)):
+        yield
+
+
+@contextlib.contextmanager
+def numbers_of_both() -> Iterator[None]:
+    """Captures inside take `max(x.max(), n)`, and min, where n follows from sizes, for the number that it is: dynamo has
+    Python compare the tensor, of which no capture knows the value."""
+    original = BuiltinVariable._call_min_max_binary
+
+    def call(self: BuiltinVariable, tx: Any, a: Any, b: Any) -> Any:
+        if any(isinstance(each, SymNodeVariable) for each in (a, b)):
+            a, b = (each.call_method(tx, "item", [], {}) if isinstance(each, TensorVariable) else each for each in (a, b))
+        return original(self, tx, a, b)
+
+    with mock.patch.object(BuiltinVariable, "_call_min_max_binary", call):
         yield
 
 

@@ -15,12 +15,14 @@ from torch.fx import Graph
 from torch.nn.utils import parametrize
 
 from moefx._torch_compat import statically_known_true
+from moefx._torch_compat.numbers import numbers_of_both
 
 
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
     """All that stand in for every model."""
-    with symbolic_one_hot(), comparisons(), trusted_distributions(), parametrized_for_a_call(), modules_stay():
+    with (symbolic_one_hot(), comparisons(), numbers_of_both(), trusted_distributions(), parametrized_for_a_call(),
+          modules_stay()):  # fmt: skip
         yield
 
 

@@ -70,7 +70,7 @@ def _find(gm: GraphModule) -> Iterator[_Mixture]:
         columns: dict[tuple[Node, int], tuple[Node, Node]] = {}
         for product in _summands(node):
             for each in additions.behind_numbers(product):
-                for column in each.args if op_name(each) == "mul" else ():
+                for column in each.args if isinstance(each, Node) and op_name(each) == "mul" else ():
                     if (found := _column(gm, column)) is not None:
                         columns.setdefault(found, (each, column))
         for weights in dict.fromkeys(w for w, _ in columns):

@@ -87,6 +87,7 @@ NOOP = {
     "one function": LOOP.replace("up_1)", "up_0)"),
     "stacked, of other functions": LOOP.replace(SUM, WAYS["stacked"]).replace("F.linear(x, up_1)", "F.relu(x)"),
     "numbers": LOOP.replace(SUM, "y_0 * g.sum() + y_1 * g[0, 0]"),
+    "numbers alone": LOOP.replace(SUM, "y_0 * g.sum() + g.sum() * 2.0"),
 }
 
 

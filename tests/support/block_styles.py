@@ -55,13 +55,26 @@ class GShardRows(Stacked):
         mask = F.one_hot(chosen, E)
         position = (mask.cumsum(1) * mask).sum(-1) - 1
         kept = mask.to(x.dtype) * (position < places).unsqueeze(-1)
-        place = F.one_hot(position.clamp(max=places - 1), places).to(x.dtype)
-        dispatch = torch.einsum("gse,gsc->gsec", kept, place)
+        dispatch = torch.einsum("gse,gsc->gsec", kept, self.one_hot(position, places).to(x.dtype))
         combine = dispatch * gate[..., None, None]
         blocks = torch.einsum("gsec,gsm->egcm", dispatch, x)
         hidden = F.relu(torch.einsum("egcm,emh->egch", blocks, self.up))
         y = torch.einsum("egch,ehm->egcm", hidden, self.down)
         return torch.einsum("gsec,egcm->gsm", combine, y)
+
+    @staticmethod
+    def one_hot(position: Tensor, places: int) -> Tensor:
+        return F.one_hot(position.clamp(max=places - 1), places)
+
+
+class WidthOfData(GShardRows):
+    """As many classes as there are tokens of the fullest expert, of which the places are cut; the number of places
+    follows from the batch."""
+
+    @staticmethod
+    def one_hot(position: Tensor, places: int) -> Tensor:
+        width = max(position.max() + 1, places)
+        return F.one_hot(position, width)[..., :places]
 
 
 class EinsumDense(Stacked):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.block_styles import SoftSlotsOfModules
+from tests.support.block_styles import SoftSlotsOfModules, WidthOfData
 from tests.support.styles import D, E, K, Layer, Stacked, mlp
 
 
@@ -164,4 +164,4 @@ class MaskedTokens(Layer):
 
 
 PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, MaskedTokens, AddsToViews, ActivePairs, RowsBehindOne, SoftmaxByHand,
-                    ConstantExperts, NarrowExperts, KeepsSorted)  # fmt: skip
+                    ConstantExperts, NarrowExperts, KeepsSorted, WidthOfData)  # fmt: skip
