@@ -45,13 +45,13 @@ def free_numbers(is_free: Callable[[str], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbers_of_both() -> Iterator[None]:
-    """Captures inside take `max(x.max(), n)`, and min, where n follows from sizes, for the number that it is: dynamo has
-    Python compare the tensor, of which no capture knows the value."""
+    """Captures inside take `max(x.max(), n)`, and min, where n follows from sizes, for the number that it is: dynamo
+    has Python compare the tensor, of which no capture knows the value."""
     original = BuiltinVariable._call_min_max_binary
 
     def call(self: BuiltinVariable, tx: Any, a: Any, b: Any) -> Any:
         if any(isinstance(each, SymNodeVariable) for each in (a, b)):
-            a, b = (each.call_method(tx, "item", [], {}) if isinstance(each, TensorVariable) else each for each in (a, b))
+            a, b = (x.call_method(tx, "item", [], {}) if isinstance(x, TensorVariable) else x for x in (a, b))
         return original(self, tx, a, b)
 
     with mock.patch.object(BuiltinVariable, "_call_min_max_binary", call):

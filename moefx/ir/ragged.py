@@ -233,11 +233,11 @@ class Region(Rows):
         """[T, D] with the dims in front that the user's code has; `like` has as many dims. flat: it has what is routed
         on one axis."""
         if flat and self.inside:
-            return self.method("view", rows, -1, *self.inside, *edit.tensor_value(like).shape[1 + len(self.inside) :])
+            return self.method("view", rows, -1, *self.inside, *_numbers(like, 1 + len(self.inside)))
         if flat or self.token_dims + self.pairs == 1:
             return rows
         sizes = [self.method("size", self.given_idx, dim) for dim in range(self.token_dims)]
-        return self.method("view", rows, *sizes, *edit.tensor_value(like).shape[self.token_dims :])
+        return self.method("view", rows, *sizes, *_numbers(like, self.token_dims))
 
     def shaped(self, x: Node, method: str, *args: object) -> Node:
         """x with one row per token; it still counts as what the region reads."""
@@ -340,6 +340,11 @@ class Region(Rows):
                 )
             rows.add(node)
         return rows
+
+
+def _numbers(node: Node, first: int) -> list[int]:
+    """The sizes of a row, from a first dim on."""
+    return [int(expr(size)) for size in edit.tensor_value(node).shape[first:]]
 
 
 def _without_new_axis(node: object) -> object:

@@ -12,7 +12,8 @@ Pseudo-code
        calls, sizes that are plain numbers, checks that hold by construction, casts to the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
        index_put(x, mask, y, accumulate=True)
-    5. one node for equal views of one tensor, and for the opposite of one mask, which loops take again for every expert
+    5. one node for equal views of one tensor, the opposite of one mask, and what weighs rows, where loops compute these
+       again for every expert
     6. ids[..., None] == arange(E) is one_hot(ids, E); one_hot(ids)[..., e] that picks tokens is ids == e; where a token
        has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and take any(-1):
        routings are [.., K]
@@ -31,7 +32,7 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.analysis import grad_modes
-from moefx.analysis.recognition import einsums, index_forms, one_hots
+from moefx.analysis.recognition import einsums, index_forms, one_hots, repeats
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, ragged
@@ -40,9 +41,6 @@ from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 from moefx.ir.shapes import LIKE
 from moefx.ir.writes import INPLACE_OPERATORS, may_be_view, place_of_inplace, storage, users_of_memory
-
-_VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
-_NOT = ("invert", "bitwise_not", "logical_not")
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -62,7 +60,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _fold_constants(gm)
     _drop_identities(gm)  # other names of a tensor, which keep its writes from being functional
     _functionalise(gm, result)
-    _merge_views(gm)
+    repeats.merge(gm)
     ctx.decisions.relied += one_hots.write(gm)
     one_hots.compare(gm)
     _widen_single_choices(gm, result)
@@ -110,6 +108,10 @@ def _use_operators(gm: GraphModule) -> None:
         if callable(twin):
             node.target = twin
         elif twin in _SAME_METHODS and not node.kwargs:
+            if twin == "cumsum" and len(node.args) == 1:  # of all numbers, whatever dims they have
+                if edit.tensor_value(node.args[0]).dim() != 1:
+                    continue
+                node.args = (*node.args, 0)
             node.op, node.target = "call_method", twin
         found = getattr(operator, node.target, None) if node.op == "call_method" and node.target[:2] == "__" else None
         if found is not None and not node.kwargs:
@@ -261,22 +263,6 @@ def _write_results(gm: GraphModule, result: PassResult) -> None:
         node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)  # noqa: B023
         node.kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
         result.changed(f"{node.name} is written to {out.name}")
-
-
-def _merge_views(gm: GraphModule) -> None:
-    known: dict[tuple, Node] = {}
-    for node in list(gm.graph.nodes):
-        base = node.args[0] if node.args else None
-        if op_name(node) not in (*_VIEWS, *_NOT) or not isinstance(base, Node) or storage(node) is None:
-            continue
-        one_of_several = isinstance(value(base), (tuple, list))
-        is_view = op_name(node) in _VIEWS and (one_of_several or storage(node) == storage(base))
-        # It makes no difference when a view is taken, nor when masks are turned that nobody writes to.
-        if is_view or (op_name(node) in _NOT and not any((users_of_memory(node) | users_of_memory(base)).values())):
-            first = known.setdefault((node.op, node.target, str(node.args), str(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                gm.graph.erase_node(node)
 
 
 def _drop_identities(gm: GraphModule) -> None:

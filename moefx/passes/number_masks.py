@@ -156,8 +156,10 @@ class _Number:
 
 def _chains(gm: GraphModule) -> list[_Chain]:
     """Outputs to which at least two masks add. To see them, each mask becomes that of a routing for a while."""
-    readers = _readers(gm, choices.facts(gm))
-    if not readers:
+    facts = choices.facts(gm)
+    readers = _readers(gm, facts)
+    known = {facts[mask]: mask for mask in readers if _is_known(mask, facts)}
+    if len(known) == len(readers):
         return []
     mark = Mark(gm)
     masks: dict[Node, Node] = {}  # routing of one expert -> mask
@@ -171,23 +173,29 @@ def _chains(gm: GraphModule) -> list[_Chain]:
             user.replace_input_with(mask, hit)
     found: dict[Node, _Chain] = {}
     for root, node, added in loops.chained(gm, choices.facts(gm)):
-        for mask, _ in added.terms:
-            if mask.idx in masks and not added.pairs:
+        for term, _ in added.terms:
+            mask = masks.get(term.idx, known.get(term))
+            if mask is not None and not added.pairs:
                 chain = found.setdefault(root, _Chain(root))
-                chain.masks.append(masks[mask.idx])
+                chain.masks.append(mask)
                 chain.assigns |= added.assigns
                 if node.target is not operator.setitem:
                     chain.end = node
     mark.put_back()
-    return [chain for chain in found.values() if len(set(chain.masks)) == len(chain.masks) > 1]
+    return [chain for chain in found.values() if len(set(chain.masks)) == len(chain.masks) > 1
+            and not all(_is_known(mask, facts) for mask in chain.masks)]  # fmt: skip
 
 
 def _readers(gm: GraphModule, facts: dict) -> dict[Node, list[Node]]:
-    """The masks that pick or place rows and that no routing is known of, and what reads them so."""
+    """The masks that pick or place rows and that no routing is known of, and what reads them so. Nor is one known that
+    gives rows of some experts alone: the others' capacities were exceeded."""
     found: dict[Node, list[Node]] = {}
+    partly = {each.idx for each in loops.find(gm, facts) if len(each.adds) < (routings.number_of_ids(each.idx) or 0)}
     for node in gm.graph.nodes:
         mask = _picks_by(node)
-        if _is_mask(mask) and not _is_known(mask, facts) and _dims(mask) > 0:
+        if not _is_mask(mask) or not _dims(mask):
+            continue
+        if not _is_known(mask, facts) or getattr(facts[mask], "idx", None) in partly:
             found.setdefault(mask, []).append(node)
     return found
 

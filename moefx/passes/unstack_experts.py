@@ -7,7 +7,8 @@ Contract
            sums of what is not one function of different parameters, or cannot be spread over the ranks
 
 Pseudo-code
-    1. y = stack([f_e(x)], dim), and what is computed of y alone until it has the shape of one output
+    1. y = stack([f_e(x)], dim), or a cat of which a view is that, and what is computed of y alone until it has the
+       shape of one output
     2. that is run on drawn numbers: is it the sum of c_e * y_e? The shares c [.., E] are its derivatives
     3. c are weights [T, E] that are zero where an expert was not chosen, or w [T, K] at the experts idx: emit
        out = out + f_e(x) * (w * (idx == e)).sum(-1, keepdim=True) for every e; or weights of all experts; or ones, for
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from moefx.analysis.recognition.roles import Slices, Stack
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.dims import is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.shapes import sizes
 
@@ -45,26 +47,45 @@ from moefx.ir.shapes import sizes
 @dataclass(frozen=True)
 class _Sum:
     """outputs: [.., D] of every expert. idx, w: [.., K]; idx is None where w [.., E] weighs all experts, both are where
-    nothing does."""
+    nothing does. times: by what the sum is multiplied."""
 
     outputs: tuple[Node, ...]
     idx: Node | None = None
     w: Node | None = None
+    times: float = 1.0
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    _stack_joined(gm)
     for stack in [node for node in gm.graph.nodes if op_name(node) in ("stack", *JOINS)]:
         outputs, axis = _stacked(stack)
         for chain in _chains(stack, outputs):
             facts = choices.facts(gm)
             shares = _shares(gm, stack, axis, chain)
-            found = None if shares is None else _weights(gm, facts, chain, shares, outputs)
+            found = None if shares is None else (_weights(gm, facts, chain, shares, outputs)
+                                                 or _means(gm, facts, chain, shares, outputs))  # fmt: skip
             if found is None or (found.idx is None and found.w is not None and not _may_spread(found, facts, ctx)):
                 continue
             _rewrite(gm, chain[-1], found)
             result.changed(f"{chain[-1].name}: {len(outputs)} stacked experts added one by one")
     return result
+
+
+def _stack_joined(gm: GraphModule) -> None:
+    """cat([a, b], -1).view(.., 2, D) is stack([a, b], -2)."""
+    for node in [n for n in gm.graph.nodes if is_reshape(n) and op_name(n.args[0]) in JOINS]:
+        outputs = arg(node.args[0], 0, "tensors")
+        shapes = {sizes(each) for each in outputs}
+        if len(shapes) > 1 or len(outputs) == 1:
+            continue
+        (shape,) = shapes
+        axis = arg(node.args[0], 1, "dim", 0) % len(shape)
+        if sizes(node) == (*shape[:axis], len(outputs), *shape[axis:]):
+            with edit.at(node):
+                emit = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "")
+                node.replace_all_uses_with(emit.stacked(outputs, axis))
+            edit.erase_unused([node, node.args[0]])
 
 
 def _stacked(y: Node) -> tuple[tuple[Node, ...], int]:
@@ -137,10 +158,17 @@ def _shares(gm: GraphModule, stack: Node, axis: int, chain: list[Node]) -> list[
     return found
 
 
+def _means(gm: GraphModule, facts: dict, chain: list[Node], shares: list[Tensor],
+           outputs: tuple[Node, ...]) -> _Sum | None:  # fmt: skip
+    """The same, where a mean is taken for a sum."""
+    found = _weights(gm, facts, chain, [share * len(outputs) for share in shares], outputs)
+    return None if found is None else replace(found, times=1 / len(outputs))
+
+
 def _weights(gm: GraphModule, facts: dict, chain: list[Node], shares: list[Tensor],
              outputs: tuple[Node, ...]) -> _Sum | None:  # fmt: skip
     """What the shares are by what a chain reads."""
-    if all(bool((share == 1).all()) for share in shares):
+    if all(torch.allclose(share, torch.ones_like(share)) for share in shares):
         weighed = all(op_name(additions.product_of(output)) == "mul" for output in outputs)
         return _Sum(outputs) if weighed else None
     behind = sorted(edit.ancestors(chain) - edit.descendants(outputs), reverse=True)  # the nearest first
@@ -204,6 +232,8 @@ def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
                 score = emit.with_ones(emit.method("select", found.w, -1, expert), ones)
                 rows = emit.emit_call(operator.mul, output, score)
             total = rows if total is None else emit.emit_call(operator.add, total, rows)
+        if found.times != 1:
+            total = emit.emit_call(operator.mul, total, found.times)
     _replace(node, total, [*found.outputs, *(n for n in (found.w, found.idx) if n is not None)])
 
 

@@ -163,5 +163,96 @@ class MaskedTokens(Layer):
         return out
 
 
+class SortedChoices(Layer):
+    """The first columns of sorted scores, and rows that are read and set."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        weights, chosen = (each[:, :K] for each in self.router(rows).softmax(-1).sort(-1, descending=True))
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = (chosen == e).nonzero(as_tuple=True)
+            out[token] = out[token] + expert(rows[token]) * weights[token, choice].unsqueeze(1)
+        return out.view_as(x)
+
+
+class RankedCapacity(Layer):
+    """A full expert keeps the tokens of the highest weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        out, capacity = torch.zeros_like(rows), max(1, int(1.25 * rows.shape[0] / E))
+        for e, expert in enumerate(self.experts):
+            scores = torch.where(chosen == e, weights, torch.full_like(weights, -1.0))
+            kept = (chosen == e) & (scores.argsort(descending=True).argsort() < capacity)
+            out[kept] = expert(rows[kept]) * weights[kept].unsqueeze(-1)
+        return out.view_as(x)
+
+
+class DividesAgain(Layer):
+    """Weights are divided in every turn of the loop; two maxima instead of a top-k."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, out = x.view(-1, D), torch.zeros_like(x.view(-1, D))
+        scores = self.router(rows).softmax(-1)
+        first = scores.argmax(-1)
+        second = scores.masked_fill(F.one_hot(first, E).bool(), 0.0).argmax(-1)
+        one, two = (scores.gather(1, chosen[:, None]) for chosen in (first, second))
+        for e, expert in enumerate(self.experts):
+            for chosen, weight in ((first, one / (one + two)), (second, two / (one + two))):
+                mine = chosen == e
+                out[mine] += expert(rows[mine]) * weight[mine]
+        return out.view_as(x)
+
+
+class Joined(Layer):
+    """All outputs of a token in a row, seen as one for every expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        y = torch.cat([expert(x) for expert in self.experts], -1).view(*x.shape[:2], E, D)
+        return torch.matmul(gates.unsqueeze(-2), y).squeeze(-2)
+
+
+class MeanOfExperts(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        return (torch.stack([expert(x) for expert in self.experts], 2) * gates.unsqueeze(-1)).mean(2)
+
+
+class ColumnsOfPicked(Layer):
+    """Weights are picked by a mask of [B, S] first, then a column of these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        chosen = scores.topk(K, -1).indices
+        gates = (scores + torch.full_like(scores, float("-inf")).scatter(-1, chosen, 0.0)).softmax(-1)
+        rows, out = x.view(-1, D), torch.zeros_like(x).view(-1, D)
+        for e, expert in enumerate(self.experts):
+            mine = (chosen == e).any(-1)
+            out[mine.view(-1)] += expert(rows[mine.view(-1)]) * gates[mine][:, e].unsqueeze(1)
+        return out.view_as(x)
+
+
+class ArraysOfEnds(Layer):
+    """numpy sums the counts of all experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K)
+        order = chosen.flatten().argsort()
+        ends, parts = chosen.flatten().bincount(minlength=E).cpu().numpy().cumsum(), []
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            mine = order[start:end]
+            parts.append(self.experts[e](rows[mine // K]) * weights.flatten()[mine].unsqueeze(1))
+        return torch.zeros_like(rows).index_add(0, order // K, torch.cat(parts)).view_as(x)
+
+
 PUBLISHED_STYLES = (EqualWeights, PlacesInColumns, MaskedTokens, AddsToViews, ActivePairs, RowsBehindOne, SoftmaxByHand,
-                    ConstantExperts, NarrowExperts, KeepsSorted, WidthOfData)  # fmt: skip
+                    ConstantExperts, NarrowExperts, KeepsSorted, WidthOfData,
+                    SortedChoices, RankedCapacity, DividesAgain, Joined, MeanOfExperts, ColumnsOfPicked,
+                    ArraysOfEnds)  # fmt: skip

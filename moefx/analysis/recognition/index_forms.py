@@ -140,8 +140,22 @@ def _is_written(start: Node, end: Node, tensors: tuple[Node, ...]) -> bool:
     return False
 
 
+def _read_at_once(gm: GraphModule) -> None:
+    """w[tokens][:, c] becomes w[tokens, c]."""
+    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+        rows, item = node.args
+        inner = rows.args[1] if isinstance(rows, Node) and rows.target is operator.getitem else None
+        front = inner if isinstance(inner, tuple) else (inner,)
+        picks = all(isinstance(each, Node) and edit.tensor_value(each) is not None for each in front)
+        of_column = isinstance(item, tuple) and len(item) > 1 and item[0] == slice(None) and type(item[1]) is int
+        if picks and of_column and edit.tensor_value(rows).dim() == 2:
+            node.args = (rows.args[0], (*front, *item[1:]))
+            edit.erase_unused([rows])
+
+
 def columns(gm: GraphModule) -> None:
-    """w[tokens, c] of one column c for several experts becomes w[.., c][tokens]."""
+    """w[tokens, c], or w[tokens][:, c], of one column c for several experts becomes w[.., c][tokens]."""
+    _read_at_once(gm)
     reads: dict[tuple[Node, int], list[tuple[Node, tuple, tuple]]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
         x, item = node.args

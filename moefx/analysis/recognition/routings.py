@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefx.ir import edit
-from moefx.ir.names import op_name
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr
 from moefx.ir.ops.regions import leave_experts
 
@@ -23,7 +23,7 @@ def has_single_choice(idx: Node) -> bool:
 
 def is_distinct(idx: Node) -> bool:
     """Whether the choices of a token are known to differ, where they name somebody: there is one, or they come from
-    top-k, or each has an expert of its own."""
+    top-k or an order, or each has an expert of its own."""
     node, choices = idx, _choices(idx)
     if has_single_choice(idx):
         return True
@@ -31,8 +31,10 @@ def is_distinct(idx: Node) -> bool:
     while may_name_nobody(node) or _is_part(node) or (op_name(node) in same and _choices(node.args[0]) == choices):
         choices = _choices(node.args[0]) if _is_part(node) else choices
         node = node.args[1 if may_name_nobody(node) else 0]
-    is_topk = node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
-    return is_topk or op_name(node) == "arange" or _is_one_of_each_group(node)
+    order = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else node
+    place = {"topk": 2, "sort": 1, "argsort": 1}.get(op_name(order))
+    is_order = place is not None and arg(order, place, "dim", -1) in (-1, edit.tensor_value(node).dim() - 1)
+    return is_order or op_name(node) == "arange" or _is_one_of_each_group(node)
 
 
 def _is_one_of_each_group(idx: Node) -> bool:
