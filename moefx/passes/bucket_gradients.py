@@ -38,27 +38,32 @@ _ops = torch.ops.moefx
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     limit = machine.BUCKET_BYTES if ctx.machine is None else ctx.machine.bucket_bytes
-    ways: dict[tuple, list[Node]] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=_ops.reduce_gradient.default):
-        axes, scale, tensor = argument(node, "axes"), argument(node, "scale"), value(node)
-        if _nbytes(node) < limit and ctx.mesh.size(axes) > 1:
-            ways.setdefault((axes, scale, tensor.dtype, tensor.device), []).append(node)
+    reduced = [node for node in gm.graph.find_nodes(op="call_function", target=_ops.reduce_gradient.default)
+               if ctx.mesh.size(argument(node, "axes")) > 1]  # fmt: skip
     place = {node: number for number, node in enumerate(gm.graph.nodes)}
-    for small in ways.values():
-        for members in _buckets(sorted(small, key=place.__getitem__), limit):
-            if len(members) > 1:
-                size, axes = _size(members), argument(members[0], "axes")
-                _join(members)
-                result.changed(f"{len(members)} gradients, {size / 2**20:.3g} MiB, over {axes}")
+    ways: dict[tuple, list[Node]] = {}
+    for node in sorted(reduced, key=place.__getitem__):
+        if _size([node]) < limit:
+            way = argument(node, "axes"), argument(node, "scale"), value(node).dtype, value(node).device
+            ways.setdefault(way, []).append(node)
+    found = [members for small in ways.values() for members in _buckets(small, limit) if len(members) > 1]
+    for members in found:
+        result.changed(f"{len(members)} gradients, {_mega(_size(members))}, over {argument(members[0], 'axes')}")
+        _join(members)
+    if reduced:
+        several = sum(map(len, found))
+        ctx.report.reductions["buckets"] = (
+            f"{len(reduced)} in {len(reduced) - several + len(found)} collectives"
+            + (f", {several} of them in {len(found)} buckets, full at {_mega(limit)}" if found else ""))  # fmt: skip
     return result
 
 
-def _nbytes(node: Node) -> int:
-    return value(node).numel() * value(node).element_size()
+def _mega(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.3g} MB"
 
 
 def _size(nodes: list[Node]) -> int:
-    return sum(map(_nbytes, nodes))
+    return sum(value(node).numel() * value(node).element_size() for node in nodes)
 
 
 def _buckets(small: list[Node], limit: float) -> Iterator[list[Node]]:

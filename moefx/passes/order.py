@@ -63,7 +63,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         plan = filled(tasks.graph, schedule(tasks.graph, ctx.scheduler, BUDGET_S, rates=rates), WEIGHTS, rates)
         ctx.decisions.orders.append(plan.plan)
         after = _Emission(replace(tasks, graph=plan.graph), plan, gm).build()
-        said = [f"{len(tasks.graph)} tasks by '{ctx.scheduler}'", *said, *_of_reductions(plan)]
+        said = [f"{len(tasks.graph)} tasks by '{ctx.scheduler}'", *said]
+        if plan.of and not plan.plan.schedule.blocking:
+            ctx.report.reductions["order"] = (
+                f"{plan.fits} of {plan.of} reductions where no exchange is on their link, as predicted")  # fmt: skip
     else:
         windows = {node: queue for node in before if (queue := _queue(node)) in WINDOWS}
         releases = {}
@@ -78,12 +81,6 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             anchor.prepend(node)
         result.changed("; ".join(said))
     return result
-
-
-def _of_reductions(plan: Filled) -> list[str]:
-    if not plan.of or plan.plan.schedule.blocking:
-        return []
-    return [f"{plan.fits} of {plan.of} reductions of gradients where no exchange is on their link"]
 
 
 def _queue(node: Node) -> str | None:
