@@ -13,7 +13,7 @@ longer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from moefx.costmodel.schedulers import Plan
@@ -21,7 +21,8 @@ from moefx.costmodel.simulate import Rates, Timeline, simulate
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
 from moefx.errors import ScheduleError
 
-REDUCTION = "AR"
+REDUCTION, EXCHANGES = "AR", ("A1", "A2")
+TRIES = 16
 _SAME = 1 + 1e-9
 
 
@@ -38,27 +39,45 @@ class Filled:
 
 
 def filled(graph: TaskGraph, plan: Plan, weights: str, rates: Rates | None = None) -> Filled:
-    """A plan of the same orders in which fillers are held back, unless that takes longer. weights: the resource of
-    gathers of weights."""
+    """A plan of the same orders in which fillers are held back, unless that takes longer: all of them, those that fit
+    between exchanges, or some. weights: the resource of gathers of weights."""
     fillers = [task for task in graph if task.link and (task.kind == REDUCTION or task.resource == weights)]
     if not fillers or plan.schedule.blocking:
         return Filled(graph, plan)
     places = _Places(graph, plan, fillers, rates)
-    best = Filled(graph, plan)
-    for behind in (places.behind, {name: places.behind[name] for name in places.behind if name in places.fitting}):
-        try:
-            other = TaskGraph(replace(task, after=(*task.after, behind[task.name])) if task.name in behind else task
-                              for task in graph)  # fmt: skip
-            timeline = simulate(other, plan.schedule, rates)
-        except ScheduleError:  # memory that one of them gives free is wanted before
-            continue
-        limit = best.plan.timeline.makespan * (1 if best.behind else _SAME)
-        if behind and timeline.makespan <= limit:
-            gap = (timeline.makespan - plan.lower_bound) / plan.lower_bound if plan.lower_bound else 0.0
-            best = Filled(other, replace(plan, timeline=timeline, gap=gap), behind)
-    reductions = [task for task in fillers if task.kind == REDUCTION]
-    beside = _beside(best, {task.name for task in fillers})
-    return replace(best, fits=sum(task.name not in beside for task in reductions), of=len(reductions))
+    found, best = places.behind, Filled(graph, plan)
+    fitting = {name: found[name] for name in found if name in places.fitting}
+    for behind in (found, fitting):
+        best = _better(best, behind, graph, rates)
+    names = [name for name in found if name not in best.behind]
+    several = -(-len(names) // TRIES)
+    for at in range(0, len(names), several or 1):
+        more = {name: found[name] for name in names[at : at + several]}
+        best = _better(best, {**best.behind, **more}, graph, rates)
+    reductions = {task.name for task in fillers if task.kind == REDUCTION}
+    slowing = beside(best.graph, best.plan, {task.name for task in fillers})
+    return replace(best, fits=len(reductions - slowing), of=len(reductions))
+
+
+def _better(best: Filled, behind: Mapping[str, str], graph: TaskGraph, rates: Rates | None) -> Filled:
+    """What holds these back, if the program takes no longer, and exchanges take less; else the best so far."""
+    other = TaskGraph(replace(task, after=(*task.after, behind[task.name])) if task.name in behind else task
+                      for task in graph)  # fmt: skip
+    try:
+        timeline = simulate(other, best.plan.schedule, rates)
+    except ScheduleError:  # memory that one of them gives free is wanted before
+        return best
+    old, new = ((each.makespan, _of_exchanges(graph, each)) for each in (best.plan.timeline, timeline))
+    is_shorter = new[0] * _SAME < old[0]
+    if not (is_shorter or (new[0] <= old[0] * _SAME and new[1] * _SAME < old[1])):
+        return best
+    bound = best.plan.lower_bound
+    return Filled(other, replace(best.plan, timeline=timeline, gap=(new[0] - bound) / bound if bound else 0.0), behind)
+
+
+def _of_exchanges(graph: TaskGraph, timeline: Timeline) -> float:
+    """Seconds that exchanges of rows take."""
+    return sum(timeline.end[task.name] - timeline.start[task.name] for task in graph if task.kind in EXCHANGES)
 
 
 class _Places:
@@ -110,19 +129,19 @@ class _Places:
         return end, name
 
 
-def _is_last(graph: TaskGraph, task: Task, fillers: set[str]) -> bool:
+def _is_last(graph: TaskGraph, task: Task, fillers: Set[str]) -> bool:
     """Whether nobody but other fillers waits for it."""
     succs = (graph.tasks[i] for i in graph.succs[graph.index[task.name]])
     return task.name in fillers and task.kind == REDUCTION and all(other.name in fillers for other in succs)
 
 
-def _beside(filled: Filled, fillers: set[str]) -> set[str]:
-    """The fillers beside which an exchange is on their link."""
-    timeline: Timeline = filled.plan.timeline
+def beside(graph: TaskGraph, plan: Plan, fillers: Set[str]) -> set[str]:
+    """The fillers beside which an exchange is on their link, as it is predicted."""
+    timeline = plan.timeline
     spans: dict[str, list[tuple[float, float]]] = {}
-    for task in filled.graph:
+    for task in graph:
         if task.link and task.name not in fillers:
             spans.setdefault(task.link, []).append((timeline.start[task.name], timeline.end[task.name]))
-    return {task.name for task in filled.graph if task.name in fillers
+    return {task.name for task in graph if task.name in fillers
             and any(start * _SAME < timeline.end[task.name] and timeline.start[task.name] * _SAME < end
                     for start, end in spans.get(task.link, ()))}  # fmt: skip

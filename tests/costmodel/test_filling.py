@@ -88,10 +88,11 @@ def test_where_holding_back_takes_longer_nobody_is_held_back():
 
 
 def test_those_that_fit_are_held_back_though_another_one_would_take_too_long():
-    tasks = (*BESIDE, reduction("r", 1.5, "a"), reduction("huge", 9, "b", resource="shards"))
-    result, _ = found(*tasks)
+    tasks = (*BESIDE, compute("d", 1, "c"), exchange("z", 2, "c"), compute("e", 1, "z"), compute("f", 9, "e"))
+    result, plan = found(*tasks, reduction("r", 1.5, "a"), reduction("huge", 16, "b", resource="shards"))
     assert result.behind == {"r": "x"}
     assert (result.fits, result.of) == (1, 2)
+    assert result.plan.timeline.end["x"] == 2 < plan.timeline.end["x"]
 
 
 def test_a_queue_keeps_its_order():
