@@ -40,7 +40,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import moefx
 from moefx.costmodel import machine as machines
 from moefx.costmodel.calibrate import calibrate
-from moefx.costmodel.filling import EXCHANGES, REDUCTION, beside, filled
+from moefx.costmodel.filling import REDUCTION, beside, filled
 from moefx.costmodel.schedulers import Plan
 from moefx.costmodel.tasks import TaskGraph
 from moefx.passes import order
@@ -111,7 +111,7 @@ def run_idle(layers: int, rounds: int) -> str:
     first, rows = next(iter(models)), []
     for name, one in predicted.items():
         timeline, took = one.plan.timeline, Spread.of([1e3 * s for s in seconds[name]])
-        spans = [timeline.end[each.name] - timeline.start[each.name] for each in one.graph if each.kind in EXCHANGES]
+        spans = [timeline.end[each.name] - timeline.start[each.name] for each in one.graph if each.kind in ("A1", "A2")]
         rows.append(f"| {name} | {one.of - one.fits} of {one.of} | {1e3 * timeline.makespan:.0f}, "
                     f"{1e3 * sum(spans):.0f} | {took.text(0)} | {ratios(seconds, name, first).text(2)} | "
                     f"{same[name]} |")  # fmt: skip

@@ -13,15 +13,15 @@ longer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from moefx.costmodel.schedulers import Plan
-from moefx.costmodel.simulate import Rates, Timeline, simulate
+from moefx.costmodel.simulate import Rates, simulate
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
 from moefx.errors import ScheduleError
 
-REDUCTION, EXCHANGES = "AR", ("A1", "A2")
+REDUCTION = "AR"
 TRIES = 16
 _SAME = 1 + 1e-9
 
@@ -44,40 +44,38 @@ def filled(graph: TaskGraph, plan: Plan, weights: str, rates: Rates | None = Non
     fillers = [task for task in graph if task.link and (task.kind == REDUCTION or task.resource == weights)]
     if not fillers or plan.schedule.blocking:
         return Filled(graph, plan)
-    places = _Places(graph, plan, fillers, rates)
-    found, best = places.behind, Filled(graph, plan)
-    fitting = {name: found[name] for name in found if name in places.fitting}
-    for behind in (found, fitting):
-        best = _better(best, behind, graph, rates)
-    names = [name for name in found if name not in best.behind]
-    several = -(-len(names) // TRIES)
-    for at in range(0, len(names), several or 1):
-        more = {name: found[name] for name in names[at : at + several]}
-        best = _better(best, {**best.behind, **more}, graph, rates)
+    names, links = {task.name for task in fillers}, {task.link for task in fillers}
+    exchanges = [task.name for task in graph if task.link in links and task.name not in names]
+    places, best = _Places(graph, plan, fillers, rates), Filled(graph, plan)
+    fitting = {name: other for name, other in places.behind.items() if name in places.fitting}
+    for behind in (places.behind, fitting):
+        best = _better(best, behind, graph, exchanges, rates)
+    left = [name for name in places.behind if name not in best.behind]
+    several = max(1, -(-len(left) // TRIES))
+    for at in range(0, len(left), several):
+        more = {name: places.behind[name] for name in left[at : at + several]}
+        best = _better(best, {**best.behind, **more}, graph, exchanges, rates)
     reductions = {task.name for task in fillers if task.kind == REDUCTION}
-    slowing = beside(best.graph, best.plan, {task.name for task in fillers})
-    return replace(best, fits=len(reductions - slowing), of=len(reductions))
+    return replace(best, fits=len(reductions - beside(best.graph, best.plan, names)), of=len(reductions))
 
 
-def _better(best: Filled, behind: Mapping[str, str], graph: TaskGraph, rates: Rates | None) -> Filled:
+def _better(best: Filled, behind: Mapping[str, str], graph: TaskGraph, exchanges: Collection[str],
+            rates: Rates | None) -> Filled:  # fmt: skip
     """What holds these back, if the program takes no longer, and exchanges take less; else the best so far."""
-    other = TaskGraph(replace(task, after=(*task.after, behind[task.name])) if task.name in behind else task
-                      for task in graph)  # fmt: skip
     try:
+        other = TaskGraph(replace(task, after=(*task.after, behind[task.name])) if task.name in behind else task
+                          for task in graph)  # fmt: skip
         timeline = simulate(other, best.plan.schedule, rates)
     except ScheduleError:  # memory that one of them gives free is wanted before
         return best
-    old, new = ((each.makespan, _of_exchanges(graph, each)) for each in (best.plan.timeline, timeline))
+    old, new = ((each.makespan, sum(each.end[name] - each.start[name] for name in exchanges))
+                for each in (best.plan.timeline, timeline))  # fmt: skip
     is_shorter = new[0] * _SAME < old[0]
     if not (is_shorter or (new[0] <= old[0] * _SAME and new[1] * _SAME < old[1])):
         return best
-    bound = best.plan.lower_bound
-    return Filled(other, replace(best.plan, timeline=timeline, gap=(new[0] - bound) / bound if bound else 0.0), behind)
-
-
-def _of_exchanges(graph: TaskGraph, timeline: Timeline) -> float:
-    """Seconds that exchanges of rows take."""
-    return sum(timeline.end[task.name] - timeline.start[task.name] for task in graph if task.kind in EXCHANGES)
+    bound = min(best.plan.lower_bound, new[0])
+    gap = (new[0] - bound) / bound if bound else 0.0
+    return Filled(other, replace(best.plan, timeline=timeline, lower_bound=bound, gap=gap), behind)
 
 
 class _Places:

@@ -149,11 +149,18 @@ class _Emission:
                 for user in node.users]  # fmt: skip
 
     def _arrive(self, name: str) -> bool:
-        """Wait for what a task reads, where something is held back behind it; whether anything is."""
+        """Wait for what a task reads, where something is held back behind it, and for what holds back what the task
+        needs; whether there is anything."""
         read = {sent for node in self.tasks.nodes[name] for a in node.all_input_nodes if (sent := begun(a))}
-        found = [sent for sent in read if sent.name in self.behind.values() and sent in self.done]
-        for waited in (user for sent in sorted(found) for user in sent.users):
-            self._emit(waited)
+        found = [user for sent in sorted(read) if sent.name in self.behind.values() for user in sent.users]
+        for needed in self.tasks.graph[name].after:
+            if needed in self.behind and needed not in self.emitted:
+                queue = self.plan.schedule.orders[self.tasks.graph[needed].resource]
+                for other in queue[: queue.index(needed) + 1]:
+                    found += [] if other in self.emitted else self._ahead(other)
+        for waited in found:
+            if waited.args[0] in self.done:
+                self._emit(waited)
         return bool(found)
 
     def _brought(self, name: str) -> list[Node]:

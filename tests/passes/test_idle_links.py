@@ -60,3 +60,29 @@ def test_sequential_keeps_everything_where_it_is():
     names, said = ordered(1.5, "sequential")
     assert names.index("reduction") < names.index("dgrad")
     assert not said
+
+
+# What `scaled` reads is gathered behind `out`, which is read later, while `scaled` waits for what the host reads.
+GATHERED = """
+def graph(grad: "f32[s0, 16]", traffic: "i64[2, 8]", host: "i64[2, 8]", received: "u0", w: "f32[4, 16]"):
+    out = start(ops.moefx.all_to_all.default, grad, host, received, 2, 'ep', False)
+    sizes = start(ops.moefx.counts_to_host.default, traffic, 'ep')
+    gather = start(ops.moefx.gather_shards.default, [w], [16], [0], 1.0, 4, 'dp+ep', None)
+    there = wait(gather)
+    whole = there[0]
+    told = wait(sizes)
+    scaled = whole * told.sum()
+    arrived = wait(out)
+    total = arrived @ scaled
+    return (total,)
+"""
+
+
+def test_a_gather_is_there_though_what_it_waits_for_is_read_later():
+    gm, mode = graph(GATHERED)
+    ctx = context(mode, Options.named(scheduler="optsche"), dp=2, ep=2)
+    times = {"out": 2.0, "sizes": 4.0, "gather": 0.5, "scaled": 1.0, "total": 1.0}
+    ctx.decisions.time_of = lambda node: times.get(node.name, 0.0)
+    order.run(gm, ctx)
+    names = [node.name for node in gm.graph.nodes]
+    assert names.index("arrived") < names.index("gather") < names.index("scaled")
