@@ -146,13 +146,15 @@ def in_cluster(what: str, ranks: int, intra: str, *arguments: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--layers", type=int, default=24, help="of the model whose buckets are compared")
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--in-cluster", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.in_cluster:
         what, layers, rounds, folder = args.in_cluster
         run(what, int(layers), int(rounds), folder)
         return
-    layers, rounds = (4, 3) if args.quick else (24, 20)
+    layers, rounds = (4, 3) if args.quick else (args.layers, args.rounds)
     rows = in_cluster("buckets", 2, INTRA, str(layers), str(rounds))
     idle = in_cluster("idle", 1, "", "2" if args.quick else "4", str(rounds))
     text = "\n".join([
