@@ -195,6 +195,14 @@ def inputs_swapped(graphs: Graphs) -> None:
             user.replace_input_with(node, other)
 
 
+def bucket_left(graphs: Graphs) -> None:
+    """A gradient is returned as it is before its bucket is reduced."""
+    bucket = called(graphs[B], "reduce_gradients")
+    part = next(user for user in bucket.users if user.args[1] == 0)
+    part.replace_all_uses_with(bucket.args[0][0])
+    graphs[B].graph.erase_node(part)
+
+
 def gradients_swapped(graphs: Graphs) -> None:
     output = graphs["backward"].graph.output_node()
     first, *rest, last = output.args[0]
@@ -344,6 +352,17 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "a gradient is not reduced": ("differentiate", gone("reduce_gradient", 0, B), "not reduced"),
     "reduced twice": ("differentiate", after("reduce_gradient", again, 0, B), "reduced twice"),
     "reduced over the wrong axis": ("differentiate", argument("reduce_gradient", 1, "ep", 0, B), "runs over"),
+    "a gradient of a bucket is not reduced": ("bucket-gradients", bucket_left, "not reduced"),
+    "a bucket over the wrong axis": ("bucket-gradients", argument("reduce_gradients", 1, "ep", 0, B), "runs over"),
+    "a bucket with another scale": ("bucket-gradients", argument("reduce_gradients", 2, 1.0, 0, B), "scales by 1.0"),
+    "a bucket takes its gradients for each other's": ("bucket-gradients",
+        argument("reduce_gradients", 3, lambda inputs: inputs[::-1], 0, B), "names input"),
+    "two gradients of a bucket swapped": ("bucket-gradients",
+        argument("reduce_gradients", 0, lambda grads: grads[::-1], 0, B), "the gradient of up was .* and is"),
+    "a bucket is sent without one of its gradients": ("bucket-gradients",
+        argument("reduce_gradients", 3, lambda inputs: inputs[:1], 0, B), "2 gradients of 1 inputs"),
+    "a bucket takes its gradients for each other's, once it is started": ("order",
+        argument("reduce_gradients", 3, lambda inputs: inputs[::-1], 0, B), "names input"),
     "gradients of two parameters swapped": ("differentiate", gradients_swapped, "runs over 'dp', not"),
     "a gradient is dropped": ("differentiate", gradient_dropped, "no gradient of input 1"),
     "transposed weight": ("differentiate", argument("grouped_linear", 3, False, 0, B),

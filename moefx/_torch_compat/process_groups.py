@@ -16,8 +16,10 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
-def new_named_group(ranks: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def new_named_group(ranks: list[int], name: str, backend: str, timeout: timedelta, *,
+                    urgent: bool = False) -> dist.ProcessGroup:  # fmt: skip
     """A process group of `ranks` (in this order), made by its members alone, under a name of the caller's choice.
+    urgent: its kernels come before those of other streams, where the backend is NCCL.
 
     `dist.new_group(use_local_synchronization=True)` derives the name from the ranks and the number of groups that are
     open. A group made after an equal one was destroyed gets the same name, hence the old addresses in the store
@@ -31,11 +33,18 @@ def new_named_group(ranks: list[int], name: str, backend: str, timeout: timedelt
         dist.Backend(backend),
         default_store(),
         name,
+        backend_options=_of_high_priority(timeout) if urgent and backend == "nccl" else None,
         timeout=timeout,
         group_desc=name,
     )
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def _of_high_priority(timeout: timedelta) -> object:
+    options = distributed_c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it is another one than the group's
+    return options
 
 
 def abort_groups(groups: list[dist.ProcessGroup]) -> None:

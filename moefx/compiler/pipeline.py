@@ -32,6 +32,7 @@ from moefx.passes import (
     add_outputs,
     ask_kernels,
     assign_slots,
+    bucket_gradients,
     canonicalize,
     cat_slices,
     chunk,
@@ -151,6 +152,7 @@ WHOLE: tuple[Pass, ...] = (
 # Parts of differentiate, on the joint graph. Those of rooms behind "partition" are its last ones, and take the step.
 JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)
 STEP: tuple[Pass, ...] = (
+    Pass("bucket-gradients", bucket_gradients.run, Level.PLACED, Level.PLACED, optional=True, exact=True),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED, asked=True),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True, asked=True),

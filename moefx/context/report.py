@@ -12,6 +12,7 @@ class Report:
     experts are not cut over `esp`. whole_over_mp: parameters that are not cut over `mp`; cut_over_mp: how
     those are that are cut. schedules: by module of a region, its schedule, and why it is no other. rows: by module,
     whether its rows stay cut over `mp` behind it, and why not. drifting: buffers by which ranks come to choose apart.
+    reductions: of gradients, in how many collectives they travel, and when these begin.
     """
 
     left: dict[str, str] = field(default_factory=dict)
@@ -23,3 +24,4 @@ class Report:
     schedules: dict[str, str] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
     drifting: dict[str, str] = field(default_factory=dict)
+    reductions: dict[str, str] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from moefx.errors import MoefxError
 from moefx.ir.op import Stage
 
 SCHEMA = 1
+BUCKET_BYTES = 2.0**22  # where nobody knows better: between the first bucket of torch's DDP, 1 MiB, and others, 25 MiB
 ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a ring goes round
 Key = tuple[str, str, str]
 
@@ -100,12 +101,12 @@ class Machine:
         return self.collectives[key]
 
     @property
-    def bucket_bytes(self) -> float | None:
+    def bucket_bytes(self) -> float:
         """How many bytes of gradients an all-reduce is worth beginning for: over its slowest link, beginning takes a
-        ninth of its time then. None: no time of it is known."""
+        ninth of its time then."""
         ends = [curve.segments[-1] for (kind, _, _), curve in self.collectives.items() if kind == "all_reduce"]
         found = [8 * end.alpha_s / end.beta_s_per_byte for end in ends if end.beta_s_per_byte > 0]
-        return max(found, default=None)
+        return max(found, default=BUCKET_BYTES)
 
     def gemm_model(self, dtype: str) -> GemmModel:
         """Of a dtype that was not measured, times of the one whose numbers are nearest in size."""

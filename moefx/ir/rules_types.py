@@ -3,6 +3,8 @@ the right factor; and no output is a part or a partial sum."""
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +46,8 @@ def parameters_are_materialised(view: View) -> None:
             view.fail(node, f"the parameter {node.name} is read by {[u.name for u in users]}",
                       "one materialize per parameter, before every other use")
         found = types.gradients.get(uses[0], {})
-        _check_reduction(types, view.call_of[uses[0]], node.meta["moefx"].layout, index, "index", found)
+        call = view.call_of[uses[0]]
+        _check_reduction(types, call, node.meta["moefx"].layout, index, call.args["index"], found)
 
 
 def _made_whole_is_read_whole(types: Types) -> None:
@@ -65,9 +68,9 @@ def _made_whole_is_read_whole(types: Types) -> None:
 
 
 def _check_reduction(
-    types: Types, call: Call, layout: Layout, index: int, position: str, found: Mapping[str, Type]
+    types: Types, call: Call, layout: Layout, index: int, number: int, found: Mapping[str, Type]
 ) -> None:
-    """found: the types of the gradient that is reduced."""
+    """number: of the input whose gradient it is said to be. found: the types of the gradient that is reduced."""
     view, mesh = types.view, types.mesh
     axes, scale = types.summed(call.node, layout, found), 1.0 / mesh.size("data")
     if call.args["axes"] != axes:
@@ -76,8 +79,8 @@ def _check_reduction(
     if call.args["scale"] != scale:
         view.fail(call.node, f"{call.name} of {_of(view, index)} scales by {call.args['scale']}, not by {scale}",
                   "one over the number of ranks that read different data")
-    if call.args[position] != index:
-        view.fail(call.node, f"{call.name} of {_of(view, index)} names input {call.args[position]}, not {index}")
+    if number != index:
+        view.fail(call.node, f"{call.name} of {_of(view, index)} names input {number}, not {index}")
 
 
 def _why(types: Types, found_axes: str, axes: str, layout: Layout, found: Mapping[str, Type]) -> str:
@@ -102,28 +105,38 @@ def gradients_are_reduced(view: View) -> None:
     returned, types = view.returned, Types(view)
     if len(returned) != len(view.facts.grad_inputs):
         view.fail(view.nodes[-1], f"{len(returned)} gradients for {len(view.facts.grad_inputs)} inputs")
-    used: set[Node] = set()
+    used: dict[Node, set[int]] = defaultdict(set)
     for index, node in zip(view.facts.grad_inputs, returned):
         source = view.facts.sources[index]
         if not isinstance(node, Node):
             view.fail(view.nodes[-1], f"there is no gradient of {_of(view, index)}")
-        call = view.call_of.get(node)
-        is_reduced = call is not None and call.stage is Stage.GRADIENT
+        call, grad, number = reduction_of(view, node)
         if source.kind not in PARAMETERS:
-            if is_reduced:
+            if call is not None:
                 view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
             _is_whole(types, node, f"the gradient of {_of(view, index)}")
             continue
         if is_cut_over_data(view, source):
             continue
-        if not is_reduced:
+        if call is None:
             view.fail(node, f"the gradient of {_of(view, index)} is not reduced")
-        found = types.known.get(call.args["grad"], {})
-        _check_reduction(types, call, source.layout, index, "param", found)
-        used.add(call.node)
+        _check_reduction(types, call, source.layout, index, number, types.known.get(grad, {}))
+        used[call.node].add(index)
     for call in view.of_stage(Stage.GRADIENT):
-        if call.node not in used:
+        if len(used[call.node]) < (len(call.args["grads"]) if "grads" in call.args else 1):
             view.fail(call.node, "a gradient is reduced that nobody returns, or reduced twice")
+
+
+def reduction_of(view: View, node: Any) -> tuple[Call | None, Node | None, int | None]:
+    """What reduces the gradient that is returned as `node`, alone or in a bucket; what it is before, and which input's
+    it is said to be. Nothing where it is not reduced."""
+    part = node.args[1] if isinstance(node, Node) and node.target is operator.getitem else None
+    call = view.call_of.get(node if part is None else node.args[0]) if isinstance(node, Node) else None
+    if call is None or call.stage is not Stage.GRADIENT or ("grads" in call.args) == (part is None):
+        return None, None, None
+    if part is None:
+        return call, call.args["grad"], call.args["param"]
+    return call, call.args["grads"][part], call.args["inputs"][part]
 
 
 @rule(Level.PLACED, Level.SCHEDULED, graphs=(WHOLE, FORWARD))

@@ -9,10 +9,10 @@ from moefx.axes import split_axes
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.names import op_name
-from moefx.ir.op import Stage
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, Call, View, rule
+from moefx.ir.rules_types import reduction_of
 from moefx.layout import Cut, Layout
 
 _SAME_PART = ("_to_copy", "to", "view", "alias", "detach", "clone")
@@ -38,10 +38,10 @@ def their_gradients_come_home(view: View) -> None:
     have the same part."""
     for index, node in zip(view.facts.grad_inputs, view.returned):
         source = view.facts.sources[index]
-        call = view.call_of.get(node) if isinstance(node, Node) else None
-        if source.kind not in ("experts", "stack") or call is None or call.stage is not Stage.GRADIENT:
+        _, grad, _ = reduction_of(view, node)
+        if source.kind not in ("experts", "stack") or grad is None:
             continue
-        for each in _terms(view, call.args["grad"]):
+        for each in _terms(view, grad):
             sent = view.call_of.get(each)
             if sent is not None and sent.name == "scatter_weights":
                 _check(view, sent, source.layout, str(source))

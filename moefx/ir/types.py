@@ -193,16 +193,16 @@ class Types:
         if along is None:
             is_own = dim in self.mesh.dims("data") or tensor_of(call.node) is None
             return _OTHER_DATA if is_own else Type("?", why=f"{call.name} moves it over '{dim}'")
-        operand = call.args[along.of] if along.of else next(iter(call.args.values()))
-        operand = operand[0] if isinstance(operand, (list, tuple)) else operand
-        given = self.known.get(operand, {}).get(dim, SAME)
+        found = call.args[along.of] if along.of else next(iter(call.args.values()))
         wanted = "I" if along.takes == "R" else along.takes
-        if given.letter == "?":
-            return given
-        if not self._is_taken(wanted, given, operand) and dim not in self.mesh.dims("data"):
-            twice = ": it is reduced twice" if along.takes == "P" and given == SAME else ""
-            self.view.fail(call.node, f"over '{dim}', {call.name} takes what is {_WORDS[wanted]}, and "
-                                      f"gets what is {given}{twice}")  # fmt: skip
+        for operand in found if isinstance(found, (list, tuple)) else [found]:
+            given = self.known.get(operand, {}).get(dim, SAME)
+            if given.letter == "?":
+                return given
+            if not self._is_taken(wanted, given, operand) and dim not in self.mesh.dims("data"):
+                twice = ": it is reduced twice" if along.takes == "P" and given == SAME else ""
+                self.view.fail(call.node, f"over '{dim}', {call.name} takes what is {_WORDS[wanted]}, and "
+                                          f"gets what is {given}{twice}")  # fmt: skip
         cut = call.args[along.dim] if isinstance(along.dim, str) else along.dim
         cut = None if call.args.get("apart") else cut  # a batch that other ranks do not read
         return Type("V", cut) if along.gives == "V" else PARTIAL if along.gives == "P" else SAME

@@ -7,6 +7,7 @@ the same on all ranks.
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -91,6 +92,8 @@ class Linker:
         declared = {each.name for each in call.target._schema.arguments}
         named = {name: meant(given) for name, given in op.runtime.kwargs.items()}
         named = {name: found for name, found in named.items() if found is not None}
+        if "input_names" in op.runtime.words:
+            _by_name(node, self._known("input_names", node, call))
         function = implementations.choose(op.runtime.function, call, self.device_type)
         return self.gm.graph.call_function(resolve(function), tuple(map(meant, op.runtime.args)), named)
 
@@ -111,6 +114,12 @@ class Linker:
         if word == "learner":
             return self.learners.get(regions.region_of(node))
         return {"session": self.session, "step_state": self.step}[word]
+
+
+def _by_name(started: Node, names: Sequence[str]) -> None:
+    """What is made for several inputs is taken by their names: so lines of equal layers differ in a layer's number."""
+    for part in [part for waited in started.users for part in waited.users if part.target is operator.getitem]:
+        part.args = (part.args[0], names[part.args[1]])
 
 
 def place_on_device(node: Node) -> None:

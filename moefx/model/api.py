@@ -16,6 +16,7 @@ from moefx import rooms
 from moefx.axes import MeshSpec
 from moefx.compiler.variant import Variant
 from moefx.compiler.variants import Builder
+from moefx.costmodel.machine import BUCKET_BYTES
 from moefx.errors import CaptureError, DivergenceError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of
@@ -105,8 +106,7 @@ class CompiledModule(Observed):
         spec.token_dims(options.parallel.r or 0)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.debug.timeout_s), root=spec.root,
                           placement=policies.chosen(options.placement))  # fmt: skip
-        if machine is not None and machine.bucket_bytes is not None:
-            session.bucket_bytes = machine.bucket_bytes
+        session.bucket_bytes = BUCKET_BYTES if machine is None else machine.bucket_bytes
         mesh = session.root_mesh(mesh, cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)

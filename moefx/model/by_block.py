@@ -32,7 +32,7 @@ from moefx.model.runner import Runner
 from moefx.runtime import parameters
 from moefx.runtime.agreement import gather
 from moefx.runtime.collectives import all_reduce_start, check_header_start
-from moefx.runtime.gradients import GradientBuffers, reduce_gradient_start
+from moefx.runtime.gradients import GradientBuffers, Ready, reduce_gradients
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
 
@@ -273,19 +273,14 @@ class ByBlock:
     def reduce(self, step: StepState, grads: list[Tensor | None]) -> list[DTensor | None]:
         """Averages over all ranks, parameter by parameter in one order; None where no rank has a gradient."""
         check_header_start(self.session, step, axis=self.axes, region="the gradients of the rest").wait()
-        wanted = self._wanted(step, grads)
-        handles = []
-        scale = 1.0 / self.session.size(self.axes)
-        for (param, name), grad, is_wanted in zip(self.rest.items(), grads, wanted):
-            if not is_wanted:
-                handles.append(None)
-                continue
-            own = torch.zeros_like(parameters.local(param)) if grad is None else grad.contiguous()
-            handles.append(reduce_gradient_start(self.session, step, own, axes=self.axes, scale=scale, name=name,
-                                                 owned=grad is None))  # fmt: skip
-        totals = [None if handle is None else handle.wait() for handle in handles]
-        return [None if total is None else parameters.wrap_gradient(param, total)
-                for param, total in zip(self.rest, totals)]  # fmt: skip
+        scale, given = 1.0 / self.session.size(self.axes), {}
+        for (param, name), grad, is_wanted in zip(self.rest.items(), grads, self._wanted(step, grads)):
+            if is_wanted:
+                own = torch.zeros_like(parameters.local(param)) if grad is None else grad.contiguous()
+                given[param] = Ready((name, self.axes, scale), own, grad is None)
+        totals = dict(zip(given, reduce_gradients(self.session, step, [*given.values()])))
+        return [None if totals.get(param) is None else parameters.wrap_gradient(param, totals[param])
+                for param in self.rest]  # fmt: skip
 
     def parameters_named(self, name: str) -> list[nn.Parameter]:
         """Those whose gradient is put aside under this name."""

@@ -15,6 +15,8 @@ Pseudo-code
         for every computation in its order: first start all exchanges that are next in their queue and have their input,
         and compute counts, which the host will wait for; then compute. Waits stand before their first reader; the
         scheduler "sequential" waits right away. A wait that gives memory free stands before the task that needs it gone
+        reductions of gradients, and gathers that a later layer reads, fill links that exchanges leave idle: where that
+        takes no longer they start behind the task, or the wait, behind which they fit     (costmodel/filling.py)
 
         start(a0); wait(a0); f0; start(a1); wait(a1); f1   ->   start(a0); start(a1); wait(a0); f0; wait(a1); f1
 
@@ -22,8 +24,8 @@ Pseudo-code
         if what it needs includes a wait: first do everything at hand that does not depend on an outstanding wait
         then do what the start needs, and start. Only what stands behind the last grouped matmul but one may be
         put off for it: a weight gradient frees the saved rows it reads, and memory counts more than an early start
-    copies to and from the host start as soon as there is room; gradient reductions where their gradient is ready, and
-    they are waited for at the end
+    copies to and from the host start as soon as there is room; gradient reductions where their gradient is ready and
+    no exchange is on its way, which they would hold up, and they are waited for at the end
 
         wait(a); dgrad; wgrad; start(b)   ->   wait(a); dgrad; start(b); wgrad
 """
@@ -32,13 +34,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.rings import WINDOWS, bounded
 from moefx.analysis.tasks import ROUTE, Tasks, stage_of, tasks_of
 from moefx.context.pass_types import PassContext, PassResult
-from moefx.costmodel.schedulers import Plan, schedule
+from moefx.costmodel.filling import Filled, filled
+from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
 from moefx.ir.op import BACKGROUND, Stage, lookup
@@ -46,6 +50,7 @@ from moefx.ir.ops.order import begun, parts, start, unsplit, wait
 from moefx.ir.randomness import draws_before
 
 BUDGET_S = 1.0
+WEIGHTS = Stage.WEIGHTS.value
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -54,10 +59,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     said: list[str] = []
     if ctx.scheduler is not None:
         tasks, said = bounded(tasks_of(before, ctx, ctx.decisions.time_of), ctx.decisions.rings, ctx.decisions.chunks)
-        plan = schedule(tasks.graph, ctx.scheduler, BUDGET_S, rates=ctx.decisions.rates or None)
-        ctx.decisions.orders.append(plan)
-        after = _Emission(tasks, plan, gm).build()
+        rates = ctx.decisions.rates or None
+        plan = filled(tasks.graph, schedule(tasks.graph, ctx.scheduler, BUDGET_S, rates=rates), WEIGHTS, rates)
+        ctx.decisions.orders.append(plan.plan)
+        after = _Emission(replace(tasks, graph=plan.graph), plan, gm).build()
         said = [f"{len(tasks.graph)} tasks by '{ctx.scheduler}'", *said]
+        if plan.of and not plan.plan.schedule.blocking:
+            ctx.report.reductions["order"] = (
+                f"{plan.fits} of {plan.of} reductions where no exchange is on their link, as predicted")  # fmt: skip
     else:
         windows = {node: queue for node in before if (queue := _queue(node)) in WINDOWS}
         releases = {}
@@ -84,8 +93,8 @@ def _queue(node: Node) -> str | None:
 class _Emission:
     """Writes the nodes of the tasks down, computation by computation."""
 
-    def __init__(self, tasks: Tasks, plan: Plan, gm: GraphModule) -> None:
-        self.tasks, self.plan = tasks, plan
+    def __init__(self, tasks: Tasks, plan: Filled, gm: GraphModule) -> None:
+        self.tasks, self.plan, self.behind = tasks, plan.plan, plan.behind
         self.done: set[Node] = set(gm.graph.find_nodes(op="placeholder"))
         self.out: list[Node] = []
         self.emitted: set[str] = set()
@@ -108,6 +117,8 @@ class _Emission:
                 self._task(name, wait_now=True)
             elif graph[name].resource == COMPUTE or self._waits(name):
                 self._issue(queues)
+                if self._arrive(name):
+                    self._issue(queues)
                 self._task(name)
         self._issue(queues)
         for name in sequence:  # what waits for gradients of copies
@@ -129,7 +140,28 @@ class _Emission:
     def _is_ready(self, name: str) -> bool:
         is_there = self.done.issuperset(self._brought(name))
         return name in self.emitted or (
-            self.emitted.issuperset(self.tasks.graph[name].after) and is_there and not self._waits(name))
+            self.emitted.issuperset(self.tasks.graph[name].after) and is_there and not self._waits(name)
+            and self.done.issuperset(self._ahead(name)))  # fmt: skip
+
+    def _ahead(self, name: str) -> list[Node]:
+        """The wait for the exchange that a task is held back behind."""
+        return [user for node in self.tasks.nodes.get(self.behind.get(name), ()) if node.target is start
+                for user in node.users]  # fmt: skip
+
+    def _arrive(self, name: str) -> bool:
+        """Wait for what a task reads, where something is held back behind it, and for what holds back what the task
+        needs; whether there is anything."""
+        read = {sent for node in self.tasks.nodes[name] for a in node.all_input_nodes if (sent := begun(a))}
+        found = [user for sent in sorted(read) if sent.name in self.behind.values() for user in sent.users]
+        for needed in self.tasks.graph[name].after:
+            if needed in self.behind and needed not in self.emitted:
+                queue = self.plan.schedule.orders[self.tasks.graph[needed].resource]
+                for other in queue[: queue.index(needed) + 1]:
+                    found += [] if other in self.emitted else self._ahead(other)
+        for waited in found:
+            if waited.args[0] in self.done:
+                self._emit(waited)
+        return bool(found)
 
     def _brought(self, name: str) -> list[Node]:
         """The waits for gradients of copies that a task reads: nobody waits for these before the memory is wanted."""
@@ -144,7 +176,7 @@ class _Emission:
         if name in self.emitted:
             return
         self.emitted.add(name)
-        for waited in self.tasks.releases.get(name, ()):
+        for waited in (*self.tasks.releases.get(name, ()), *self._ahead(name)):
             self._emit(waited)
         for node in self.tasks.nodes[name]:
             self._reach(node)
@@ -182,6 +214,9 @@ class _AsWritten:
         self.queues = [deque(n for n in windows if windows[n] == queue) for queue in dict.fromkeys(windows.values())]
         self.bounded = windows
         self.urgent_waits = {n for n in nodes if n.target is wait and _is_urgent(n.args[0])}
+        self.waited = {n.args[0] for n in self.urgent_waits if unsplit(n.args[0])[0].is_collective}
+        self.under_way: set[Node] = set()  # exchanges of these
+        self.yielding: dict[Node, None] = {}  # reductions that let them pass
 
     def build(self) -> list[Node]:
         self._open()
@@ -190,7 +225,10 @@ class _AsWritten:
                 self._reach(node)
         self._fill(len(self.nodes))
         late = edit.descendants(n for n in self.nodes if n.target is wait and not _is_urgent(n.args[0]))
-        for node in [*(n for n in self.nodes if n not in late), *self.nodes]:
+        for node in [n for n in self.nodes if n not in late]:
+            if not self._yields(node):
+                self._emit_needed(node)
+        for node in self.nodes:
             self._emit_needed(node)
         return self.out
 
@@ -259,7 +297,8 @@ class _AsWritten:
             if node in self.done:
                 continue
             needed = [*node.all_input_nodes, *self.behind.get(node, ())]
-            if node in self.urgent_waits or any(a in blocked for a in needed) or self._is_late(node):
+            if (node in self.urgent_waits or any(a in blocked for a in needed) or self._is_late(node)
+                    or self._yields(node)):  # fmt: skip
                 blocked.add(node)
             else:
                 self._emit(node)
@@ -277,7 +316,22 @@ class _AsWritten:
             self.out.append(node)
             for part in parts(node):
                 self._emit(part)
+            if node.target is start and node in self.waited:
+                self.under_way.add(node)
+            elif node.target is wait:
+                self.under_way.discard(node.args[0])
             self._open()
+            for begun in [*self.yielding] if not self.under_way else ():
+                if self.yielding.pop(begun, 0) is None:
+                    self._emit(begun)
+
+    def _yields(self, node: Node) -> bool:
+        """Whether it is the start of a reduction while an exchange is on its way, which it would hold up: it begins
+        behind that."""
+        found = bool(self.under_way) and node.target is start and not _is_urgent(node) and node not in self.bounded
+        if found and node not in self.done:
+            self.yielding[node] = None
+        return found
 
     def _open(self) -> None:
         """Start what heads a bounded queue, if it has its input and there is room, or will be when what is on its way

@@ -102,8 +102,8 @@ class ProgramReport:
     `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region, its schedule, and why ranks along `mp`
     take no fewer rows). rows: (module, whether what it gives stays cut along tokens). mesh: the root mesh and its
     roles, of experts that are folded. notes: what was chosen for all regions together, and why. classes: what becomes
-    of values that the backward reads. limit: `Options.memory_limit`. step: where its time goes, as predicted and, by
-    the last `moefx.profile`, on this rank."""
+    of values that the backward reads. reductions: of gradients, how they travel. limit: `Options.memory_limit`. step:
+    where its time goes, as predicted and, by the last `moefx.profile`, on this rank."""
 
     title: str
     model: str
@@ -125,6 +125,7 @@ class ProgramReport:
     classes: tuple[ClassReport, ...] = ()
     limit: float | None = None
     step: Comparison | None = None
+    reductions: tuple[str, ...] = ()
 
     @property
     def sentences(self) -> tuple[str, str, str]:
@@ -168,7 +169,7 @@ class ProgramReport:
             "cut_over_mp": [{"where": where, "how": how} for where, how in self.cut_over_mp],
             "schedules": [{"where": where, "how": how} for where, how in self.schedules],
             "rows": [{"where": where, "how": how} for where, how in self.rows],
-            "mesh": self.mesh,
+            "mesh": self.mesh, "reductions": list(self.reductions),
             "notes": list(self.notes), "memory_limit": self.limit,
             "classes": [each.to_dict() for each in self.classes],
         }
@@ -247,7 +248,8 @@ def report_of(variant: Variant, profile: Profile | None = None) -> ProgramReport
                          _by_pattern(ctx.report.rows),
                          mesh_text(ctx.mesh) if ctx.mesh.is_folded else "",
                          () if decision is None else decision.notes, class_reports(ctx, sizes),
-                         ctx.options.memory_limit, step_of(variant, profile))  # fmt: skip
+                         ctx.options.memory_limit, step_of(variant, profile),
+                         tuple(ctx.report.reductions.values()))  # fmt: skip
 
 
 def _fold(found: Sequence[Fold]) -> str:

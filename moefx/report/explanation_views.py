@@ -112,6 +112,7 @@ def text(program: ProgramReport) -> Group:
     if program.limit is not None:
         used = max(peak.bytes for peak in program.peaks.values())
         parts.append(Text(f"memory limit: {_mega(program.limit)}, of which {used / program.limit:.1%} are used"))
+    parts += [Text(f"gradients: {'; '.join(program.reductions)}")] if program.reductions else []
     parts += [table_of(program.classes)] if program.classes else []
     for what, found in (
         ("not used at", program.left_out), ("whole on every rank:", program.left),

@@ -3,13 +3,14 @@
 Inside `no_sync()` nothing is communicated: gradients add up here. The next synchronising backward adds what waits to
 its own gradient before it is reduced, so every micro-step is communicated once.
 
-Small gradients travel together (`Buckets`), as those of torch's DDP do: a collective takes longer to begin than they
-take to be sent.
+Small gradients travel together, in buckets, as those of torch's DDP do: a collective takes longer to begin than they
+take to be sent. Which do in a program, and when, the program says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ from moefx.runtime.handles import Handle
 from moefx.runtime.session import Session
 
 Way = tuple[str, tuple[str, ...], float]  # a parameter's name; the axes to sum over, and the scale of that sum
+
+
+class Ready(NamedTuple):
+    """A gradient that can be reduced. owned: its memory may be written to."""
+
+    way: Way
+    grad: Tensor
+    owned: bool
 
 
 class GradientBuffers:
@@ -82,98 +91,10 @@ class GradientBuffers:
         self._chosen.clear()
 
 
-class Bucket:
-    """Gradients that go the same way in one all-reduce, which begins when they are enough, or somebody waits."""
-
-    def __init__(self, session: Session, axes: tuple[str, ...], scale: float) -> None:
-        self.session, self.axes, self.scale = session, axes, scale
-        self.names: list[str] = []
-        self.nbytes = 0
-        self._grads: list[Tensor] = []
-        self._handle: Handle[Tensor] | None = None
-        self._callbacks: list[Callable[[], object]] = []
-        self._totals: list[Tensor | None] = []
-
-    def add(self, name: str, grad: Tensor) -> int:
-        """Returns its place."""
-        self.names.append(name)
-        self._grads.append(grad)
-        self.nbytes += grad.nbytes
-        return len(self.names) - 1
-
-    def send(self) -> None:
-        if self._handle is not None:
-            return
-        flat = torch.cat([grad.flatten() for grad in self._grads])
-        name = self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} more"
-        self._handle = all_reduce_start(self.session, flat, axes=self.axes, scale=self.scale, name=name, owned=True)
-        for callback in self._callbacks:
-            self._handle.on_done(callback)
-
-    def on_done(self, callback: Callable[[], object]) -> bool:
-        """As that of a handle; it may not have begun."""
-        if self._handle is not None:
-            return self._handle.on_done(callback)
-        self._callbacks.append(callback)
-        return True
-
-    def total(self, place: int) -> Tensor:
-        """The sum of the gradient at this place, a part of the bucket's memory; once."""
-        if self._grads:
-            sizes = [grad.numel() for grad in self._grads]
-            totals = self._handle.wait().split(sizes)
-            self._totals = [total.view(grad.shape) for total, grad in zip(totals, self._grads)]
-            self._grads = []
-        total, self._totals[place] = self._totals[place], None
-        return total
-
-
-class _InBucket(Handle[Tensor]):
-    """Of one gradient in a bucket."""
-
-    __slots__ = ("_bucket",)
-
-    def __init__(self, bucket: Bucket, place: int, send: Callable[[], None]) -> None:
-        def finish() -> Tensor:
-            send()
-            return bucket.total(place)
-
-        super().__init__(bucket.session, f"gradient of {bucket.names[place]}", bucket.axes, finish)
-        self._bucket = bucket
-
-    def on_done(self, callback: Callable[[], object]) -> bool:
-        return self._bucket.on_done(callback)
-
-
-class Buckets:
-    """The buckets of one backward that are not sent yet. All ranks fill and send them in the order of the program."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple, Bucket] = {}
-
-    def start(self, session: Session, way: Way, grad: Tensor, owned: bool) -> Handle[Tensor]:
-        """Begin the all-reduce of a gradient, or put it to others."""
-        name, axes, scale = way
-        if grad.nbytes >= session.bucket_bytes or session.size(axes) == 1:
-            return _start(session, way, grad, owned)
-        key = axes, scale, grad.dtype, grad.device
-        bucket = self._open.setdefault(key, Bucket(session, axes, scale))
-        place = bucket.add(name, grad if owned else grad.clone())
-        if bucket.nbytes >= session.bucket_bytes:
-            self._open.pop(key).send()
-        return _InBucket(bucket, place, self.send)
-
-    def send(self) -> None:
-        """Whoever waits for one waits for all soon."""
-        for key in list(self._open):
-            self._open.pop(key).send()
-
-
 def reduce_gradient_start(
     session: Session, step, grad: Tensor, *, axes: tuple[str, ...], scale: float, name: str, owned: bool
 ) -> Handle[Tensor | None]:
-    """Begin `scale * sum over the ranks of axes` of a gradient and of what waits to go the same way, or put it into a
-    bucket that begins later.
+    """Begin `scale * sum over the ranks of axes` of a gradient and of what waits to go the same way.
 
     In an unsynchronised step the gradient is put aside and the handle gives None.
     """
@@ -184,7 +105,41 @@ def reduce_gradient_start(
     waiting = buffers.take((name, axes, scale))
     if waiting is not None:
         grad, owned = waiting.add_(grad), True
-    return step.buckets.start(session, (name, axes, scale), grad, owned)
+    return _start(session, (name, axes, scale), grad, owned)
+
+
+def reduce_gradients_start(
+    session: Session, step, grads: Sequence[Tensor], *, axes: tuple[str, ...], scale: float, names: Sequence[str]
+) -> Handle[dict[str, Tensor | None]]:
+    """The same of several, of one dtype, in one all-reduce: a bucket. Each is left alone; results, by name, are parts
+    of one piece of memory."""
+    buffers: GradientBuffers = step.buffers
+    ways = [(name, axes, scale) for name in names]
+    if not step.synchronise:
+        for way, grad in zip(ways, grads, strict=True):
+            buffers.add(way, grad, owned=False)
+        return Handle(session, f"gradients of {_several(names)}, put aside", axes, lambda: dict.fromkeys(names))
+    waiting = [buffers.take(way) for way in ways]
+    return _start_bucket(session, ways, [grad if before is None else before.add_(grad)
+                                         for grad, before in zip(grads, waiting, strict=True)])  # fmt: skip
+
+
+def _start_bucket(session: Session, ways: Sequence[Way], grads: Sequence[Tensor]) -> Handle[dict[str, Tensor]]:
+    (_, axes, scale), names = ways[0], [name for name, _, _ in ways]
+    name = _several(names)
+    shapes = [grad.shape for grad in grads]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    sent = all_reduce_start(session, flat, axes=axes, scale=scale, name=name, owned=True)
+
+    def finish() -> dict[str, Tensor]:
+        totals = sent.wait().split([shape.numel() for shape in shapes])
+        return {name: total.view(shape) for name, total, shape in zip(names, totals, shapes)}
+
+    return Handle(session, f"gradients of {name}", axes, finish, behind=sent)
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _start(session: Session, way: Way, grad: Tensor, owned: bool) -> Handle[Tensor]:
@@ -198,12 +153,48 @@ def _start(session: Session, way: Way, grad: Tensor, owned: bool) -> Handle[Tens
     return Handle(session, f"gradient of {name}", axes, lambda: result)
 
 
+def reduce_gradients(session: Session, step, given: Sequence[Ready]) -> list[Tensor | None]:
+    """Gradients that no program reduces, with what waits to go the same ways; small ones share collectives. All ranks
+    give the same ones in the same order. In an unsynchronised step they are put aside, and come back as None."""
+    buffers: GradientBuffers = step.buffers
+    if not step.synchronise:
+        for each in given:
+            buffers.add(each.way, each.grad, owned=each.owned)
+        return [None] * len(given)
+    waiting = [buffers.take(each.way) for each in given]
+    return _reduced(session, [each if before is None else Ready(each.way, before.add_(each.grad), True)
+                              for each, before in zip(given, waiting)])  # fmt: skip
+
+
 def reduce_waiting(session: Session, buffers: GradientBuffers) -> dict[str, Tensor]:
     """Reduce what still waits: gradients that the synchronising step did not touch itself."""
-    buckets = Buckets()
-    handles = [(way[0], buckets.start(session, way, buffers.take(way), True)) for way in buffers.ways()]
-    totals: dict[str, Tensor] = {}
-    for name, handle in handles:
-        total = handle.wait()
+    ways, totals = buffers.ways(), {}
+    for (name, _, _), total in zip(ways, _reduced(session, [Ready(way, buffers.take(way), True) for way in ways])):
         totals[name] = totals[name] + total if name in totals else total
     return totals
+
+
+def _reduced(session: Session, given: Sequence[Ready]) -> list[Tensor]:
+    together = _together(session, given)
+    handles = [_start_bucket(session, [given[place].way for place in places], [given[place].grad for place in places])
+               if len(places) > 1 else _start(session, *given[places[0]]) for places in together]  # fmt: skip
+    totals: dict[int, Tensor] = {}
+    for places, handle in zip(together, handles):
+        found = handle.wait()
+        totals |= zip(places, found.values() if len(places) > 1 else [found])
+    return [totals[place] for place in range(len(given))]
+
+
+def _together(session: Session, given: Sequence[Ready]) -> list[list[int]]:
+    """The places of those that share a collective, in the order in which these begin."""
+    filling: dict[tuple, list[int]] = {}
+    full: list[list[int]] = []
+    for place, ((_, axes, scale), grad, _) in enumerate(given):
+        if grad.nbytes >= session.bucket_bytes or session.size(axes) == 1:
+            full.append([place])
+            continue
+        key = axes, scale, grad.dtype, grad.device
+        filling.setdefault(key, []).append(place)
+        if sum(given[each].grad.nbytes for each in filling[key]) >= session.bucket_bytes:
+            full.append(filling.pop(key))
+    return [*full, *filling.values()]

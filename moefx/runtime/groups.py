@@ -23,6 +23,8 @@ from moefx.transport.algorithms import group_of
 
 Part = tuple[str, int]  # ("intra" or "inter", ranks per node): the ranks of a node, or those of equal number on all
 
+# What computation waits for: on CUDA its streams come before those of gradients, and of weights fetched early.
+URGENT = frozenset({"tokens", "rows", "parts", "counts"})
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _SIMULATED = ("fake", "threaded")
 _Key = tuple[tuple[str, ...], str, Part | None]
@@ -85,14 +87,15 @@ class MeshView:
 
 
 class OnMesh:
-    """A rank's place on the mesh `view`. bucket_bytes: gradients of fewer share a collective until they are as many.
+    """A rank's place on the mesh `view`. bucket_bytes: gradients of fewer, of no program, share a collective until they
+    are as many.
     begun: None, or a list to which every collective is added in the order in which this rank begins them. streams: None
     on CPU."""
 
     view: MeshView
     streams: Streams | None = None
     begun: list[Begun] | None = None
-    bucket_bytes: float = 2**22  # between the first bucket of torch's DDP, 1 MiB, and its others, 25 MiB
+    bucket_bytes: float = 0.0
 
     def size(self, axes: Axes) -> int:
         """Number of ranks along `axes`."""
@@ -141,7 +144,7 @@ class GroupSet:
         key = axes, purpose, part
         if key not in self._groups:
             ranks, name = self.describe(axes, purpose, part)
-            self._groups[key] = new_named_group(ranks, name, self._backend, self._timeout)
+            self._groups[key] = new_named_group(ranks, name, self._backend, self._timeout, urgent=purpose in URGENT)
         return self._groups[key]
 
     @property

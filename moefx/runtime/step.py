@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moefx.errors import StaleStateError, UnsupportedUse
-from moefx.runtime.gradients import Buckets, GradientBuffers
+from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.placement import Tables, digest_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class StepState:
         self.meter = meter
         self.program, self.number = program, number
         self.buffers, self.synchronise = buffers, synchronise
-        self.buckets = Buckets()
         self.tables = 0
         self._tables: set[int] = set()
         self._saved_tables: dict[str, Tensor] = {}

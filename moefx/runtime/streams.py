@@ -58,7 +58,9 @@ class CudaStreams:
 
     def begin(self, lane: str, work: Callable[[], object], behind: Mark | None = None) -> Mark:
         with self._lock:
-            stream = self._lanes.get(lane) or self._lanes.setdefault(lane, torch.cuda.Stream())
+            stream = self._lanes.get(lane)
+            if stream is None:  # the host cannot begin an exchange before it has read its sizes
+                stream = self._lanes[lane] = torch.cuda.Stream(priority=-1 if lane == HOST_READS else 0)
         stream.wait_stream(torch.cuda.current_stream())
         if behind is not None:
             stream.wait_event(behind.event)

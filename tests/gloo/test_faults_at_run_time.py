@@ -479,8 +479,8 @@ def _group_rank(rank, world):
     """The times at which this rank had connected a group and at which it was given it; rank 0 is slow to connect."""
     connected = []
 
-    def slow(*args):
-        group = new_named_group(*args)
+    def slow(*args, **how):
+        group = new_named_group(*args, **how)
         time.sleep(0.5 if rank == 0 else 0.0)
         connected.append(time.monotonic())
         return group

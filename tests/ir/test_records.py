@@ -26,7 +26,7 @@ MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
     "analysis/recognition/one_hots.py",
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
-    "passes/gather_experts.py", "passes/chunk.py", "passes/join_gates.py",
+    "passes/gather_experts.py", "passes/chunk.py", "passes/join_gates.py", "passes/bucket_gradients.py",
     "passes/join_expert_layers.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/expand_transport.py", "features/saa/phase_returns.py",

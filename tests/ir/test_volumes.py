@@ -61,6 +61,7 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     total = m.total_size.default(sizes)
     blocks = m.all_to_all_capacity.default(static, sizes, total, 0, 1, 4, 'ep', False)
     reduced = m.reduce_gradient.default(wgrad, 'dp+ep', 0.25, 4)
+    bucket = m.reduce_gradients.default([wgrad, gate], 'dp+ep', 0.25, [4, 5])
     statistic = m.sum_statistic.default(old, new, 'ep')
     between = m.phase_rows.default(host, 4, 'ep', 2, '2dh', 'intra', False)
     phase = m.exchange_phase.default(rows, host, between, 4, 'ep', 2, '2dh', 'intra', False)

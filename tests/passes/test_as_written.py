@@ -55,8 +55,8 @@ def graph(
     dgrad = m.grouped_linear.default(arrived, w, slots, True)  # f32[u0, 16]
     h3 = start(m.all_to_all.default, dgrad, host, sent, 2, 'ep', True)
     wgrad = m.grouped_wgrad.default(x, arrived, slots, False)  # f32[4, 16, 16]
-    h2 = start(m.reduce_gradient.default, wgrad, 'dp', 0.5, 5)
     back = wait(h3)  # f32[s0, 16]
+    h2 = start(m.reduce_gradient.default, wgrad, 'dp', 0.5, 5)
     total = back + unrelated  # f32[s0, 16]
     reduced = wait(h2)  # f32[4, 16, 16]
     return (total, reduced)  # (f32[s0, 16], f32[4, 16, 16])

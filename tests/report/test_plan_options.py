@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -97,8 +98,11 @@ def test_micro_batches_reduce_gradients_once_and_hold_their_sum(programs, free):
     four = plan_of(programs, None, 4)
     assert four.tokens == 4 * free.tokens
     assert four.seconds["forward"] == 4 * free.seconds["forward"]
-    assert free.seconds["exposed"] > 0
-    assert four.seconds["exposed"] == pytest.approx(free.seconds["exposed"])
+    assert 0 < programs.numbers["once.backward"] == programs.numbers["beside.backward"]
+    slow = copy.copy(programs)
+    slow.numbers = programs.numbers | {"once.backward": 1.0, "beside.backward": 1.0}  # longer than all that hides it
+    exposed = [plan_of(slow, None, n).seconds["exposed"] for n in (1, 4)]
+    assert 0 < exposed[0] == pytest.approx(exposed[1])
     assert four.seconds["optimizer"] == free.seconds["optimizer"]
     assert four.seconds["sums"] == pytest.approx(9 * free.memory["gradients"] / H100.memory_bytes_per_s)
     assert four.memory["peak"] == pytest.approx(free.memory["peak"] + free.memory["gradients"])

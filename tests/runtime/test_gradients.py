@@ -11,7 +11,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from moefx.errors import StaleStateError
-from moefx.runtime.gradients import Buckets, GradientBuffers, reduce_gradient_start, reduce_waiting
+from moefx.runtime.gradients import (
+    GradientBuffers,
+    Ready,
+    reduce_gradient_start,
+    reduce_gradients,
+    reduce_gradients_start,
+    reduce_waiting,
+)
 from moefx.runtime.session import Session
 from tests.support.ranks import run_threads
 
@@ -23,7 +30,7 @@ def two_ways(rank: int, world: int) -> tuple[list, list, int]:
     buffers = GradientBuffers()
 
     def step(value: float, axes: tuple[str, ...], scale: float, synchronise: bool = False):
-        call = SimpleNamespace(buffers=buffers, buckets=Buckets(), synchronise=synchronise)
+        call = SimpleNamespace(buffers=buffers, synchronise=synchronise)
         grad = torch.full((2,), float(value + rank))
         return reduce_gradient_start(session, call, grad, axes=axes, scale=scale, name="w", owned=True).wait()
 
@@ -69,14 +76,13 @@ def sent_together(rank: int, world: int) -> dict[str, list]:
     found, traces = [], {}
     for limit in (0, 4 * 32):
         session.bucket_bytes, session.trace = limit, []
-        call = SimpleNamespace(buffers=GradientBuffers(), buckets=Buckets(), synchronise=True)
+        call = SimpleNamespace(buffers=GradientBuffers(), synchronise=True)
         held = [grad.clone() for _, _, grad in given]
-        handles = [reduce_gradient_start(session, call, grad, axes=axes, scale=0.25, name=name, owned=place % 2 == 0)
-                   for place, ((name, axes, _), grad) in enumerate(zip(given, held))]  # fmt: skip
-        for grad in held[1::2]:  # nobody's but the caller's, who writes to it
-            grad.fill_(9.0)
-        totals = {place: handles[place].wait() for place in (6, *(p for p in range(len(handles)) if p != 6))}
-        found.append([totals[place] for place in range(len(handles))])
+        found.append(reduce_gradients(session, call, [
+            Ready((name, axes, 0.25), grad, place % 2 == 0)
+            for place, ((name, axes, _), grad) in enumerate(zip(given, held))]))  # fmt: skip
+        for (_, _, grad), kept in [*zip(given, held)][1::2]:  # nobody's but the caller's
+            assert torch.equal(grad, kept)
         traces[str(limit)] = [(t.axes, t.region) for t in session.trace]
     for (name, _, grad), alone, together in zip(given, *found):
         assert together.shape == grad.shape, name
@@ -94,32 +100,34 @@ def test_small_gradients_that_go_one_way_share_a_collective():
     assert all(each == together[0] for each in together), "ranks send other buckets"
 
 
-def sent_late(rank: int, world: int) -> list[str]:
+def in_a_bucket(rank: int, world: int) -> list[str]:
     """What waits of micro-steps is in the bucket; done is said when it is; a second wait is refused."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     session = Session(mesh, "test", timedelta(seconds=30))
-    buffers, said = GradientBuffers(), []
+    buffers, said, traffic = GradientBuffers(), [], []
 
-    def start(call, name, value):
-        grad = torch.full((2,), value)
-        return reduce_gradient_start(session, call, grad, axes=("dp",), scale=0.5, name=name, owned=True)
+    def start(synchronise):
+        call = SimpleNamespace(buffers=buffers, synchronise=synchronise)
+        grads = [torch.full((2,), 1.0 + rank), torch.full((1, 2), 10.0)]
+        handle = reduce_gradients_start(session, call, grads, axes=("dp",), scale=0.5, names=["v", "w"])
+        for grad in grads:  # it has left
+            grad.fill_(99.0)
+        return handle
 
-    def step(synchronise):
-        call = SimpleNamespace(buffers=buffers, buckets=Buckets(), synchronise=synchronise)
-        return start(call, "v", 1.0 + rank), start(call, "w", 10.0)
-
-    assert [handle.wait() for handle in step(False)] == [None, None]
-    first, second = step(True)
-    assert first.on_done(lambda: said.append("first"))
-    assert not said, "it has not begun"
-    assert second.wait().tolist() == [20.0, 20.0]
-    assert first.wait().tolist() == [3.0, 3.0]
-    assert said == ["first"]
+    session.trace = traffic
+    assert start(synchronise=False).wait() == {"v": None, "w": None}
+    assert not traffic
+    handle = start(synchronise=True)
+    assert handle.on_done(lambda: said.append("done"))
+    found = handle.wait()
+    assert {name: total.tolist() for name, total in found.items()} == {"v": [3.0, 3.0], "w": [[20.0, 20.0]]}
+    assert [each.region for each in traffic] == ["v and 1 more"]
+    assert len(buffers) == 0
     try:
-        first.wait()
+        handle.wait()
     except StaleStateError as error:
         said.append(error.what)
-    step(True)
+    start(synchronise=True)
     gc.collect()
     session.close()
     return said
@@ -128,6 +136,6 @@ def sent_late(rank: int, world: int) -> list[str]:
 def test_a_bucket_is_waited_for_once():
     with warnings.catch_warnings(record=True) as caught:  # here, since threads share what catches
         warnings.simplefilter("always")
-        assert run_threads(2, sent_late) == [["first", "gradient of v was already waited for."]] * 2
-    warned = [str(each.message) for each in caught if each.category is RuntimeWarning]
-    assert sorted(warned) == [f"gradient of {name} was started and never waited for" for name in "vvww"]
+        assert run_threads(2, in_a_bucket) == [["done", "gradients of v and 1 more was already waited for."]] * 2
+    warned = {str(each.message) for each in caught if each.category is RuntimeWarning}
+    assert "gradients of v and 1 more was started and never waited for" in warned

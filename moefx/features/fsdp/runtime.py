@@ -48,9 +48,9 @@ def _joined(gathered: Tensor, counts: list[int]) -> Tensor:
 
 def scatter_shards_start(session: Session, step, grads: Sequence[Tensor], *, names: Sequence[str], axis: Axes,
                          scale: float, region: str, dtype: torch.dtype | None = None,
-                         ) -> Handle[list[Tensor | None]]:  # fmt: skip
-    """[rows, ..] each, of one dtype -> the sum over the ranks of this rank's rows times `scale`, [own rows, ..] each,
-    as `dtype` if given: summed in the order of ranks, in single precision at least, all in one piece of memory.
+                         ) -> Handle[dict[str, Tensor | None]]:  # fmt: skip
+    """[rows, ..] each, of one dtype -> by name, the sum over the ranks of this rank's rows times `scale`, [own rows,
+    ..] each, as `dtype` if given: added in the order of ranks, in single precision at least, in one piece of memory.
 
     In an unsynchronised step these are put aside under `names` and the handle gives None; the next one adds them."""
     n, me = session.size(axis), session.index(axis)
@@ -64,12 +64,12 @@ def scatter_shards_start(session: Session, step, grads: Sequence[Tensor], *, nam
     session.record("reduce_scatter", axis, region, (sum(sent) - sent[me]) * held[0].element_size())
     exact, dtype = torch.promote_types(grads[0].dtype, torch.float32), dtype or grads[0].dtype
 
-    def finish() -> list[Tensor | None]:
+    def finish() -> dict[str, Tensor | None]:
         received = held.pop()
         held.clear()  # what was sent has left
         total = received.view(n, -1).sum(0, dtype=exact).mul_(scale).to(dtype)
         parts = [part.view(shape) for part, shape in zip(total.split([*map(math.prod, shapes)]), shapes)]
-        return [step.buffers.kept_back(name, part, step.synchronise) for name, part in zip(names, parts)]
+        return {name: step.buffers.kept_back(name, part, step.synchronise) for name, part in zip(names, parts)}
 
     return Handle(session, text, axis, finish, work=work, owned=held)
 

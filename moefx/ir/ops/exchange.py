@@ -141,6 +141,15 @@ def reduce_gradient(grad: Tensor, axes: str, scale: float, param: int) -> Tensor
     return world.current().all_reduce(grad * scale, axes)
 
 
+@meaning(lambda grads, *_: [grad.new_empty(grad.shape) for grad in grads])
+def reduce_gradients(grads: list[Tensor], axes: str, scale: float, inputs: list[int]) -> list[Tensor]:
+    """`reduce_gradient` of several in one collective, a bucket. inputs: which of the program's inputs they belong to.
+
+    Constraints: as many inputs as gradients, which are of one dtype.
+    """
+    return [world.current().all_reduce(grad * scale, axes) for grad in grads]
+
+
 @meaning(lambda old, new, *_: new.new_empty(new.shape))
 def sum_statistic(old: Tensor, new: Tensor, axes: str) -> Tensor:
     """A routing statistic that every rank changed by its own tokens: `old + sum over ranks of (new - old)`."""
@@ -222,6 +231,13 @@ def _check_capacity(node):
     return f"{size} experts do not divide by {n}"
 
 
+def _check_bucket(node) -> str | None:
+    grads, inputs = argument(node, "grads"), argument(node, "inputs")
+    if len(grads) != len(inputs):
+        return f"{len(grads)} gradients of {len(inputs)} inputs"
+    return "its gradients are of several dtypes" if len({value(grad).dtype for grad in grads}) > 1 else None
+
+
 def way(call) -> Stage:
     """Rows go out to the experts, or back."""
     return Stage.BACK if argument(call, "reverse") else Stage.OUT
@@ -288,6 +304,12 @@ redistribute(
     _ops.reduce_gradient.default, "P", "I", axes_of=_axes, stage=Stage.GRADIENT,
     runtime="moefx.runtime.gradients.reduce_gradient_start(session, step_state, grad, axes=axes, scale=scale, "
             "name=input_name, owned=is_owned)",
+)  # fmt: skip
+redistribute(
+    _ops.reduce_gradients.default, "P", "I", of="grads", axes_of=_axes, stage=Stage.GRADIENT, check=_check_bucket,
+    workspace=nbytes, at_wait=lambda node: sympy.S.Zero, under_way=lambda node: -nbytes(node),  # what it reads is free
+    runtime="moefx.runtime.gradients.reduce_gradients_start(session, step_state, grads, axes=axes, scale=scale, "
+            "names=input_names)",
 )  # fmt: skip
 redistribute(
     _ops.sum_statistic.default, "P", "I", of="new", axes_of=_axes, stage=Stage.STATISTIC, again=False,

@@ -57,11 +57,25 @@ def linked_for_one() -> tuple[Checks, StepGraphs, dict[str, str]]:
 
 def early(code: str) -> str:
     """What is reduced of q1's gradient is what there is before the second part is added."""
+    lines, added, reduced = q1_in_a_bucket(code)
+    lines[reduced] = lines[reduced].replace("grad_q1_2", "early")
+    return "\n".join([*lines[:added], "    early = grad_q1.clone()", *lines[added:]])
+
+
+def at_once(code: str) -> str:
+    """A bucket begins before the last part of q1's gradient is there."""
+    lines, added, reduced = q1_in_a_bucket(code)
+    begun = lines.pop(reduced)
+    return "\n".join([*lines[:added], begun.split("; del")[0], *lines[added:]])
+
+
+def q1_in_a_bucket(code: str) -> tuple[list[str], int, int]:
+    """The lines, where the last part of q1's gradient is added, and where its bucket begins."""
     lines = code.splitlines()
     (added,) = [i for i, each in enumerate(lines) if "grad_q1_2 = " in each]
-    (reduced,) = [i for i, each in enumerate(lines) if "reduced_grad_q1_started = " in each]
-    begun = lines.pop(reduced).split("; del")[0].replace("grad_q1_2", "grad_q1.clone()")
-    return "\n".join([*lines[:added], begun, *lines[added:]])
+    (reduced,) = [i for i, each in enumerate(lines) if "reduce_gradients_start(" in each and "grad_q1_2" in each]
+    assert "names=" in lines[reduced]
+    return lines, added, reduced
 
 
 # What is done, to which function, what is said.
@@ -74,6 +88,7 @@ FAULTS = {
         F, another("unsqueeze.default(h0_c1, 1)", "unsqueeze.default(h0_c0, 1)"), "does not run"),
     "parts in another order": (F, another("[h1_c0, h1_c1]", "[h1_c1, h1_c0]"), "output 0 differs"),
     "a reduction before its last part": (B, early, "the gradient of q1 differs"),
+    "a bucket before the last part of one of its gradients": (B, at_once, "does not run: .*grad_q1_2"),
     "a gradient without its last part": (
         B, another("aten.add_.Tensor(grad_q1, grad_q1_1)", "grad_q1"), "the gradient of q1 differs"),
 }  # fmt: skip
