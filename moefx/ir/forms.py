@@ -6,6 +6,7 @@ first's. Other symbols, of the program's inputs, are what they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,10 +47,11 @@ class Writer:
         if isinstance(found, int):
             return str(found)
         size = expr(found)
-        for symbol in data_symbols(size):
+        given = data_symbols(size)
+        for symbol in given:
             if symbol not in self.symbols:
                 self.symbols[symbol] = sympy.Symbol(f"U{len(self.symbols)}", **symbol.assumptions0)
-        return str(size.xreplace(self.symbols))
+        return _text(size, tuple(map(self.symbols.__getitem__, given)))
 
     def arguments(self, args: tuple, kwargs: dict[str, Any], of_node: Callable[[Node], str]) -> str:
         def word(each: Any) -> Any:
@@ -60,10 +62,17 @@ class Writer:
         return str(map_aggregate((args, kwargs), word))
 
 
-def data_symbols(size: sympy.Expr) -> list[sympy.Symbol]:
+@functools.lru_cache(maxsize=20_000, typed=True)  # few sizes, of very many tensors
+def data_symbols(size: sympy.Expr) -> tuple[sympy.Symbol, ...]:
     """Those that only data tells, in the order of their numbers."""
     found = [symbol for symbol in size.free_symbols if symbol.name.startswith("u")]
-    return sorted(found, key=lambda each: (len(each.name), each.name))
+    return tuple(sorted(found, key=lambda each: (len(each.name), each.name)))
+
+
+@functools.lru_cache(maxsize=20_000, typed=True)
+def _text(size: sympy.Expr, new: tuple[sympy.Symbol, ...]) -> str:
+    """With other symbols in the place of those that only data tells."""
+    return str(size.xreplace(dict(zip(data_symbols(size), new))))
 
 
 def function(node: Node) -> str:

@@ -68,9 +68,9 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     counts, path, experts = enters[0].args[1], module_path(enters[0]), regions.num_experts(enters[0])
     way = _way(number, BLOCKS if counts is None else A2A, path, ctx, nesting if crossings else None)
     copies = ctx.copies(number, f"{way.axis}+{ctx.weights_over(number)}")
-    experts_do = edit.descendants(enters) & edit.ancestors(leaves)
+    experts_do = _between(enters, leaves)
     of_all = ctx.copies(number, "+".join([*(hop.axis for hop in way.hops), ctx.weights_over(number)]))
-    refuse_draws((n for n in gm.graph.nodes if n in experts_do), of_all, path)
+    refuse_draws(sorted(experts_do), of_all, path)
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(experts_do, number)
@@ -116,6 +116,13 @@ def _marked(gm: GraphModule, number: int, *markers: Callable) -> list[list[Node]
     """Of each of these, those of the region."""
     return [[n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
             for marker in markers]  # fmt: skip
+
+
+def _between(enters: list[Node], leaves: list[Node]) -> set[Node]:
+    """The nodes on the ways from one to the other, without a look at the layers before and behind."""
+    first, last = min(enters), max(leaves)
+    behind = edit.closure(enters, lambda node: [user for user in node.users if user <= last])
+    return behind & edit.closure(leaves, lambda node: [each for each in node.all_input_nodes if each >= first])
 
 
 def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
@@ -215,7 +222,7 @@ class _Rows(_Travel):
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
         if nested is not None:
             self._leave_out(perm, nested.outer, ctx.mesh.axis("ep"))
-        inside = edit.descendants(enters) & edit.ancestors(leaves)
+        inside = _between(enters, leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
             if node is not exchanged and node.target not in (enter_experts, leave_experts, _ops.dump.default):

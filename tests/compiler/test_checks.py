@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.analysis.checking import compare
-from moefx.compiler import pipeline
+from moefx.compiler import checks, pipeline
 from moefx.compiler.checks import chosen_level
 from moefx.compiler.pipeline import OptionalPassFailed, Pass, Pipeline
 from moefx.context.pass_types import PassResult
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.level import Level
+from moefx.ir.ops.regions import leave_experts
 from moefx.options import Options
 from tests.support.breadth import places, some
 from tests.support.graphs import context, graph
@@ -383,3 +384,48 @@ def test_a_model_that_fails_by_itself_is_said_to(model, why, where):
     assert not isinstance(caught.value, VerifyError)
     assert caught.value.where.startswith(f"{where}:")
     assert "While executing" not in str(caught.value)
+
+
+def _other_dtype(gm):
+    (out,) = gm.graph.output_node().args[0]
+    out.meta["val"] = out.meta["val"].to(torch.float64)
+
+
+def _no_value(gm):
+    (out,) = gm.graph.output_node().args[0]
+    del out.meta["val"]
+
+
+def _another_op(gm):
+    node = next(n for n in gm.graph.nodes if n.target is torch.ops.moefx.combine.default)
+    node.target = torch.add  # rows that are dispatched come back to nobody
+
+
+def _another_order(gm):
+    (leave,) = [n for n in gm.graph.nodes if n.target is leave_experts]
+    leave.args = (leave.args[0], None, *leave.args[2:])
+
+
+@pytest.mark.parametrize("edit", [_other_dtype, _no_value, _another_op, _another_order])
+def test_what_a_pass_does_not_tell_is_verified(edit, monkeypatch):
+    """The pass before found nothing to do, so its graph was not verified once more; this one's is."""
+    with_pass(monkeypatch, edit, "hoist-split", Level.MOE)
+    with pytest.raises(VerifyError, match="after wrong"):
+        run(strength=1, ep=2)
+
+
+def test_a_graph_is_verified_once(monkeypatch):
+    """What no pass changed since is not looked at again."""
+    seen, verify = [], checks.verify
+
+    def noted(gm, level, facts):
+        seen.append((facts.graph, level))
+        verify(gm, level, facts)
+
+    monkeypatch.setattr(checks, "verify", noted)
+    result = run(strength=1, ep=2)
+    changed = [record for record in result.records if record.changes]
+    at_moe = [graph for graph, level in seen if level is Level.MOE]
+    assert at_moe == ["whole"] * (1 + sum(record.level is Level.MOE for record in changed))
+    assert {"forward", "backward"} <= {graph for graph, _ in seen}
+    assert len(seen) < len(result.records)
