@@ -154,7 +154,9 @@ def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up0: "f32[16, 16]", up1: "f32[16
     WEIGHED,
     WEIGHED.replace("[y0, y1]).sum(0)", "[y0, y1], dim=-1).sum(dim=(-1,))"),
     WEIGHED.replace("torch.stack([y0, y1])", "torch.cat([y0.unsqueeze(0), y1[None]])"),
-], ids=["first", "last", "cat"])  # fmt: skip
+    WEIGHED.replace("sum(0)", "mean(0)"),
+    WEIGHED.replace("torch.stack([y0, y1])", "torch.cat([y0, y1]).view(2, -1, 16)"),
+], ids=["first", "last", "cat", "mean", "cat and view"])  # fmt: skip
 def test_products_that_are_stacked_are_added(source):
     before, gm, result = unstacked(source)
     assert result.changes == ["out: 2 stacked experts added one by one"]
@@ -166,9 +168,9 @@ def test_products_that_are_stacked_are_added(source):
 
 @pytest.mark.parametrize("source", [
     WEIGHED.replace("sum(0)", "sum(1)"), WEIGHED.replace("sum(0)", "sum(0, keepdim=True)"),
-    WEIGHED.replace("sum(0)", "mean(0)"), WEIGHED.replace("g[:, 1:2] * F.linear(x, up1) * 2.0", "F.linear(x, up1)"),
+    WEIGHED.replace("sum(0)", "amax(0)"), WEIGHED.replace("g[:, 1:2] * F.linear(x, up1) * 2.0", "F.linear(x, up1)"),
     WEIGHED.replace("g[:, 1:2] * F.linear(x, up1) * 2.0", "(g[:, 1:2] * F.linear(x, up1)).relu()"),
-], ids=["over tokens", "kept dim", "mean", "no product", "behind a function"])  # fmt: skip
+], ids=["over tokens", "kept dim", "maximum", "no product", "behind a function"])  # fmt: skip
 def test_other_stacks_are_left_alone(source):
     before, gm, result = unstacked(source)
     assert short(gm) == short(before)
