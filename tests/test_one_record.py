@@ -19,6 +19,7 @@ from moefx.costmodel.amounts import Kind, amounts_of, at
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.level import Level
+from moefx.ir.factors import factors
 from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import REGISTRY, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.ir.ops.exchange import way
@@ -256,7 +257,8 @@ def test_a_gather_in_a_region_is_no_all_to_all(toys):
     ({"collective": "broadcast", "axes_of": str}, "a collective of kind 'broadcast', not one of all_to_all"),
     ({"collective": "all_gather"}, "no axes_of says over which ranks"),
     ({"tokens": Tokens({"hots": "host"})}, "has no argument hots, only rows, host, reverse"),
-    ({"per_token": ("x",)}, "has no argument x"),
+    ({"factors": factors("x [..] -> [..]")}, "has no argument x"),
+    ({"factors": factors("rows [..] -> [..]")}, "says nothing of the dims of host"),
     ({"runtime": "flip(rows, hots)"}, "nobody knows hots"),
     ({"runtime": "flip(rows"}, "is no call"),
     ({"runtime": "flip(rows + 1)"}, "is no call of words"),

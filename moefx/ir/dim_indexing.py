@@ -12,9 +12,7 @@ from torch.fx import Node
 from moefx.ir.dim_arguments import named
 from moefx.ir.fates import (
     MIXED,
-    ORDERED,
     TAKEN,
-    UNREAD,
     Fate,
     How,
     Operand,
@@ -214,11 +212,6 @@ def rolled(node: Node) -> list[Operand]:
     return [Operand(x, stay(shape_of(value(x)), dict.fromkeys(_dims(node) or range(value(x).dim()), TAKEN)))]
 
 
-def new_after(node: Node) -> list[Operand]:
-    """new_zeros and the like: of x, dtype and device alone are read."""
-    return [Operand(node.args[0], (UNREAD,) * value(node.args[0]).dim())]
-
-
 def _dims(node: Node) -> list[int]:
     found = value(node.args[0][0] if isinstance(node.args[0], (tuple, list)) else node.args[0])
     return [dim for each in named(node) for dim in each.each(found.dim())]
@@ -240,12 +233,6 @@ def placed(node: Node) -> list[Operand]:
         return [Operand(x, fates), Operand(new, fates)]
     around = tuple(kept(i + (i >= at), size) for i, size in enumerate(shape_of(value(new))))
     return [Operand(x, fates), Operand(new, around)]
-
-
-def lower(node: Node) -> list[Operand]:
-    """tril and triu: by the numbers of rows and columns."""
-    x = node.args[0]
-    return [Operand(x, (*stay(shape_of(value(x))[:-2]), ORDERED, ORDERED))]
 
 
 def repeated(node: Node) -> list[Operand]:

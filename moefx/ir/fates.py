@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefx.ir.op import expr
+from moefx.ir.op import expr, value
 
 Size = int | sympy.Expr
 
@@ -61,7 +61,7 @@ class Fate:
 
 
 MIXED, TAKEN, ORDERED, UNREAD = Fate(How.MIXED), Fate(How.TAKEN), Fate(How.ORDERED), Fate(How.UNREAD)
-CONTRACTED = Fate(How.CONTRACTED, by="sum")
+CONTRACTED, SUMMED = Fate(How.CONTRACTED, by="sum"), Fate(How.REDUCED, by="sum")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,13 @@ class Operand:
 
     node: Node
     dims: tuple[Fate, ...]
+
+
+def tensor_of(node: object) -> torch.Tensor | None:
+    """A node's value, or the first one of several, as those of a chunk."""
+    found = value(node) if isinstance(node, Node) else None
+    found = found[0] if isinstance(found, (tuple, list)) and found else found
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:

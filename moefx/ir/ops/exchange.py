@@ -13,12 +13,12 @@ from torch import Tensor
 
 from moefx.ir import world
 from moefx.ir.meaning import fresh_size, meaning, sized
-from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, value
+from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, free, nbytes, value
 from moefx.ir.redistribute import redistribute
 from moefx.transport.algorithms import group_of
 
 
-@meaning(lambda counts, n, *_: counts.new_empty(n, counts.shape[0]))
+@meaning("counts [s~] -> [n s]")
 def exchange_counts(counts: Tensor, n: int, axis: str) -> Tensor:
     """All-gather of every rank's rows per global slot: [n*S] -> traffic [n, n*S]; row r is what rank r sends."""
     return world.current().all_gather(counts, axis).view(n, -1)
@@ -43,7 +43,7 @@ def sent_rows(host: Tensor, balanced: int, n: int, axis: str) -> int:
     return sum(_send(host, n, axis))
 
 
-@meaning(lambda traffic, n, *_: traffic.new_empty(traffic.shape[1] // n))
+@meaning("traffic [n~ s~] -> [s//n]")
 def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
     """Rows per slot of this rank, over all sources: [n, n*S] -> [S]."""
     me = world.current().coordinate(axis)
@@ -51,7 +51,7 @@ def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
 
 
 @meaning(
-    lambda rows, host, out_rows, *_: sized(rows, 0, out_rows),
+    "rows [r~ ..], host [..~] -> [out_rows ..]",
     gradient=lambda grad, rows, host, _, n, axis, reverse, *part: all_to_all(
         grad.contiguous(), host, rows.shape[0], n, axis, not reverse, *part
     ),
@@ -135,13 +135,13 @@ def all_to_all_capacity(
     return torch.cat([p.view(s) for p, s in zip(moved.split(counts), shapes)], row_dim)
 
 
-@meaning(lambda grad, *_: grad.new_empty(grad.shape))
+@meaning("grad [..] -> [..]")
 def reduce_gradient(grad: Tensor, axes: str, scale: float, param: int) -> Tensor:
     """The transpose of `materialize`: sum over the ranks of `axes`, times `scale`. `param` is the input's index."""
     return world.current().all_reduce(grad * scale, axes)
 
 
-@meaning(lambda old, new, *_: new.new_empty(new.shape))
+@meaning("old [..], new [..] -> [..] new")
 def sum_statistic(old: Tensor, new: Tensor, axes: str) -> Tensor:
     """A routing statistic that every rank changed by its own tokens: `old + sum over ranks of (new - old)`."""
     return old + world.current().all_reduce(new - old, axes)
@@ -242,12 +242,12 @@ _counted(
     runtime=f"{_runtime}.counts_to_host_start(session, traffic, axis=axis, learner=learner)",
 )  # fmt: skip
 _size(
-    _ops.received_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
+    _ops.received_rows.default, volume=free, along=Along("I", "V", dim=None),
     tokens=Tokens({"host": "host"}, "received"),
     runtime="getattr(host, 'num_received')",
 )  # fmt: skip
 _size(
-    _ops.sent_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
+    _ops.sent_rows.default, volume=free, along=Along("I", "V", dim=None),
     tokens=Tokens({"host": "host"}, "sent"),
     runtime="getattr(host, 'num_sent')",
 )  # fmt: skip
@@ -275,7 +275,7 @@ _count(
     runtime=f"{_runtime}.exchange_sizes_start(session, step_state, size, axis=axis, region=region, fixed=is_fixed)",
 )  # fmt: skip
 _size(
-    _ops.total_size.default, volume=lambda node: Volume(), tokens=Tokens({"sizes": "capacities"}, "capacity sum"),
+    _ops.total_size.default, volume=free, tokens=Tokens({"sizes": "capacities"}, "capacity sum"),
     runtime="sum(sizes)",
 )  # fmt: skip
 _exchange(

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.meaning import fresh_size, meaning, sized
-from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, numel, value
+from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, free, nbytes, numel, value
 from moefx.ir.ops.exchange import way
 from moefx.transport import blocks, codecs
 from moefx.transport.algorithms import Exchange, Local, Transport, all_to_all_named, transport
@@ -35,7 +35,7 @@ def phase_rows(host: Tensor, n: int, axis: str, m: int, algorithm: str, step: st
     return here.num_rows(step, pairs)
 
 
-@meaning(lambda rows, host, out_rows, *_: sized(rows, 0, out_rows))
+@meaning("rows [r~ ..], host [..~] -> [out_rows ..]")
 def exchange_phase(
     rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, m: int, algorithm: str, step: str, reverse: bool
 ) -> Tensor:
@@ -83,7 +83,7 @@ def decode(payload: Tensor, codec: str, width: int, dtype: torch.dtype) -> Tenso
     return codecs.decode(payload, codec, width, dtype)
 
 
-@meaning(lambda sizes, shape, expert_dim, row_dim, n, *_: sizes.new_empty(n, n))
+@meaning("sizes [r~] -> [n n]")
 def block_traffic(
     sizes: Tensor, shape: _Sizes, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
 ) -> Tensor:
@@ -163,10 +163,6 @@ def _in_fp32(node: Node) -> sympy.Expr:
     return 2 * 4 * numel(argument(node, "rows")) if packs else sympy.S.Zero
 
 
-def _nothing(node) -> Volume:
-    return Volume()
-
-
 def _check_step(node, kind: type | None = None) -> str | None:
     name, n, m = argument(node, "step"), argument(node, "n"), argument(node, "m")
     if n % m:
@@ -207,7 +203,7 @@ _blocks_call = "axis=axis, expert_dim=expert_dim, row_dim=row_dim, reverse=rever
 _which_step = "m=m, algorithm=algorithm, step=step"
 _step = partial(define, along=MOVED, tokens=Tokens({"host": "host"}, rule="step", moves=True, coded=True))
 define(
-    _ops.phase_rows.default, volume=_nothing, check=_check_step, along=Along("I", "V", dim=None),
+    _ops.phase_rows.default, volume=free, check=_check_step, along=Along("I", "V", dim=None),
     tokens=Tokens({"host": "host"}, "held"),
     runtime=f"{_runtime}.phase_rows(host, {_which_step}, reverse=reverse)",
 )  # fmt: skip
@@ -230,7 +226,7 @@ define(
     tokens=Tokens(rule="decoded", moves=True), runtime=f"{_codecs}.decode(payload, codec, width, dtype)",
 )  # fmt: skip
 define(
-    _ops.block_traffic.default, volume=_nothing, along=Along("I", "I"),
+    _ops.block_traffic.default, volume=free, along=Along("I", "I"),
     tokens=Tokens({"sizes": "capacities"}, rule="traffic"),
     runtime=f"{_runtime}.block_plan(session, sizes, shape, {_blocks_call})",
 )  # fmt: skip
