@@ -18,8 +18,8 @@ from moefx.context.pass_types import PassResult
 from moefx.costmodel.amounts import Kind, amounts_of, at
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
-from moefx.ir.level import Level
 from moefx.ir.factors import factors
+from moefx.ir.level import Level
 from moefx.ir.meaning import meaning, sized
 from moefx.ir.op import REGISTRY, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.ir.ops.exchange import way

@@ -53,6 +53,11 @@ class Fate:
     to: tuple[Place, ...] = ()
     by: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the dim becomes one dim of the result, or the first factor of one, as it is."""
+        return self.how is How.KEPT and len(self.to) == 1 and self.to[0].outer == 1
+
     def cut(self, n: int) -> Place | None:
         """The place of n equal cuts, if the result's dim is cut into n then."""
         if self.how not in (How.KEPT, How.MIXED) or not self.to or self.to[0].size % n != 0:
@@ -71,6 +76,11 @@ class Operand:
 
     node: Node
     dims: tuple[Fate, ...]
+
+    def into(self, dim: int, shared: bool = True) -> list[int]:
+        """Its dims whose entries are in dim `dim` of the result. shared: also one whose only entry is in all of it."""
+        return [i for i, fate in enumerate(self.dims) if any(place.dim == dim for place in fate.to)
+                and (shared or fate.how is not How.SHARED)]  # fmt: skip
 
 
 def tensor_of(node: object) -> torch.Tensor | None:
