@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from moefx.ir.dim_arguments import named
+from moefx.ir.factors import factors
 from moefx.ir.fates import (
     MIXED,
     TAKEN,
@@ -175,29 +176,23 @@ def joined(node: Node) -> list[Operand] | None:
 
 def convolved(node: Node) -> list[Operand] | None:
     """conv1d and the like, of a batch of channels: every channel by itself, if there are as many groups."""
-    x, weight = node.args[0], arg(node, 1, "weight")
+    x = node.args[0]
     is_aten = op_name(node) == "convolution"
     groups = arg(node, 8 if is_aten else 6, "groups", 1)
     if is_aten and node.args[6]:  # transposed: its weight has the channels of the input first
         return None
-    out, given, size = (shape_of(value(each)) for each in (node, x, weight))
+    out, given = (shape_of(value(each)) for each in (node, x))
     if len(given) != len(out) or len(given) < 3:
         return None
-    channels = kept(1, given[1]) if groups == given[1] == out[1] else MIXED
-    found = [Operand(x, (kept(0, given[0]), channels, *(MIXED,) * (len(given) - 2))),
-             Operand(weight, (kept(1, size[0]), *(MIXED,) * (len(size) - 1)))]  # fmt: skip
-    bias = arg(node, 2, "bias")
-    return found if bias is None else [*found, Operand(bias, (kept(1, size[0]),))]
+    by_channel = groups == given[1] == out[1]
+    return factors(f"[b {'c' if by_channel else 'i~'} ..~], weight [c i~ ..~], bias [c] -> [b c ..]").dims(node)
 
 
 def convolved_backward(node: Node) -> list[Operand] | None:
     """Of the gradient of the result, the input, and the weight."""
-    grad, x, weight, *_, groups, _ = node.args
-    of_grad, given, size = (shape_of(value(each)) for each in (grad, x, weight))
-    channels = kept(1, given[1]) if groups == given[1] == of_grad[1] else MIXED
-    rest = (MIXED,) * (len(given) - 2)
-    return [Operand(grad, (kept(0, given[0]), channels, *rest)), Operand(x, (kept(0, given[0]), channels, *rest)),
-            Operand(weight, (channels, *(MIXED,) * (len(size) - 1)))]  # fmt: skip
+    grad, x = (shape_of(value(each)) for each in node.args[:2])
+    channels = "c" if node.args[9] == x[1] == grad[1] else "i~"
+    return factors(f"[b {channels} ..~], [b {channels} ..~], [{channels} ..~] -> [b c ..]").dims(node)
 
 
 def padded(node: Node) -> list[Operand] | None:

@@ -159,6 +159,11 @@ def moves(node: Node) -> Volume:
     return Volume(hbm_bytes=sum((nbytes(a) for a in node.all_input_nodes if is_tensors(a)), start=nbytes(node)))
 
 
+def copied(node: Node) -> Volume:
+    """As much read as is written."""
+    return Volume(hbm_bytes=2 * nbytes(node))
+
+
 def free(node: Node) -> Volume:
     """Of an op that computes nothing worth a price."""
     return Volume()
@@ -183,10 +188,11 @@ class OpDef:
     again: whether the backward may compute it again: not choices and sizes. lean: as readily as elementwise ops.
     of_user: it stands for a user's op. rounds: what it is without rounding: an op, or True, its first argument.
     drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py. gemm: the shape of its product.
-    axes_of: the mesh axes that a collective runs over, collective: its kind, one of `COLLECTIVES`; payload: the
-        argument that is the buffer, "" for the result, or its bytes where neither is. sent: what goes over which link,
-        where the op itself says it. link: "comm" if it keeps all links busy, "intra" or "inter" for one.
-        waited_by_host: a copy of numbers that the host reads. copies: it moves a tensor to the host's memory ("d2h")
+    axes_of: the mesh axes that a collective runs over, by default those of its argument `axis` or `axes`, collective:
+        its kind, one of `COLLECTIVES`; payload: the argument that is the buffer, "" for the result, or its bytes where
+        neither is. sent: what goes over which link, where the op itself says it. link: "comm" if it keeps all links
+        busy, "intra" or "inter" for one.
+    waited_by_host: a copy of numbers that the host reads. copies: it moves a tensor to the host's memory ("d2h")
         or back ("h2d"), beside all other work.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
     space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
@@ -269,7 +275,8 @@ def define(target: Any, *, runtime: str | None = None, **known: Any) -> OpDef:
     is_op = isinstance(target, OpOverload)
     name = target.name().split("::")[1] if is_op else target.__name__
     arguments = [a.name for a in target._schema.arguments] if is_op else target.__code__.co_varnames
-    known = {"factors": LINES.get(name)} | known
+    over = next((axes for axes in ("axis", "axes") if axes in arguments and known.get("collective")), None)
+    known = {"factors": LINES.get(name), "axes_of": over and (lambda node: argument(node, over))} | known
     found = OpDef(name, target, runtime=runtime and RuntimeCall.parse(runtime, name, arguments), **known)
     if found.is_started:
         found = replace(found, **{"levels": frozenset({Level.PLACED}), "drawn": "collective"} | known)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefx.ir import world
 from moefx.ir.meaning import fresh_size, meaning, sized
-from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, free, nbytes, value
+from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, copied, define, expr, free, nbytes, value
 from moefx.ir.redistribute import redistribute
 from moefx.transport.algorithms import group_of
 
@@ -157,14 +157,6 @@ def _receive(host: Tensor, n: int, axis: str) -> list[int]:
     return torch.as_tensor(host).view(n, n, -1)[:, me].sum(1).tolist()
 
 
-def _axis(node) -> str:
-    return argument(node, "axis")
-
-
-def _axes(node) -> str:
-    return argument(node, "axes")
-
-
 def _leaving(node, payload) -> Volume:
     """A collective that sends the share (n-1)/n of `payload` bytes to n-1 peers."""
     n, axis = argument(node, "n"), argument(node, "axis")
@@ -198,10 +190,6 @@ def _small(node) -> Volume:
     return Volume(hbm_bytes=nbytes(node.args[0]))
 
 
-def _copied(node) -> Volume:
-    return Volume(hbm_bytes=2 * nbytes(node))
-
-
 def _check_part(node):
     over, n, m = (argument(node, name) for name in ("over", "n", "m"))
     if over is None:
@@ -230,7 +218,7 @@ def way(call) -> Stage:
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
 _size = partial(define, again=False, drawn="routing")  # what must not come out otherwise in the backward
 _counted = partial(define, again=False, stage=Stage.COUNTS)
-_exchange = partial(define, along=MOVED, axes_of=_axis, collective="all_to_all", stage=way)
+_exchange = partial(define, along=MOVED, collective="all_to_all", stage=way)
 _count = partial(redistribute, again=False, stage=Stage.COUNTS)
 _count(
     _ops.exchange_counts.default, "V", "I", tokens=Tokens({"counts": "counts"}, "traffic"),
@@ -264,7 +252,7 @@ _exchange(
             "axis=axis, region=region, reverse=reverse, num_rows=out_rows, over=over, m=m)",
 )  # fmt: skip
 define(
-    _ops.regroup.default, volume=_copied, along=MOVED, drawn="routing",
+    _ops.regroup.default, volume=copied, along=MOVED, drawn="routing",
     is_view=lambda call: value(argument(call, "host")).shape[1] == argument(call, "n"),
     tokens=Tokens({"host": "host", "rows": "source"}, "slot", moves=True),
     runtime=f"{_runtime}.regroup(rows, host, reverse=reverse)",
@@ -285,11 +273,11 @@ _exchange(
             "row_dim=row_dim, region=region, reverse=reverse)",
 )  # fmt: skip
 redistribute(
-    _ops.reduce_gradient.default, "P", "I", axes_of=_axes, stage=Stage.GRADIENT,
+    _ops.reduce_gradient.default, "P", "I", stage=Stage.GRADIENT,
     runtime="moefx.runtime.gradients.reduce_gradient_start(session, step_state, grad, axes=axes, scale=scale, "
             "name=input_name, owned=is_owned)",
 )  # fmt: skip
 redistribute(
-    _ops.sum_statistic.default, "P", "I", of="new", axes_of=_axes, stage=Stage.STATISTIC, again=False,
+    _ops.sum_statistic.default, "P", "I", of="new", stage=Stage.STATISTIC, again=False,
     runtime=f"{_runtime}.sum_statistic_start(session, old, new, axes=axes)",
 )  # fmt: skip

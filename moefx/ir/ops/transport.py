@@ -19,7 +19,22 @@ from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.meaning import fresh_size, meaning, sized
-from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, free, nbytes, numel, value
+from moefx.ir.op import (
+    MOVED,
+    Along,
+    Sent,
+    Stage,
+    Tokens,
+    Volume,
+    argument,
+    copied,
+    define,
+    expr,
+    free,
+    nbytes,
+    numel,
+    value,
+)
 from moefx.ir.ops.exchange import way
 from moefx.transport import blocks, codecs
 from moefx.transport.algorithms import Exchange, Local, Transport, all_to_all_named, transport
@@ -148,10 +163,6 @@ def _sent(node) -> tuple[Sent, ...]:
     return tuple(sent)
 
 
-def _copied(node) -> Volume:
-    return Volume(hbm_bytes=2 * nbytes(node))
-
-
 def _coded(node) -> Volume:
     """Reads the one form and writes the other; a few flops per entry."""
     return Volume(flops=2 * numel(node), hbm_bytes=nbytes(node.args[0]) + nbytes(node))
@@ -189,10 +200,6 @@ def _check_decode(node) -> str | None:
     return f"the payload is {payload.dtype} and {expr(payload.shape[1])} wide, not {codec.payload_dtype} and {wanted}"
 
 
-def _axis(node) -> str:
-    return argument(node, "axis")
-
-
 def _link(call) -> str:
     over = all_to_all_named(argument(call, "algorithm")).step(argument(call, "step")).over
     return "comm" if over == "all" else over
@@ -209,12 +216,12 @@ define(
 )  # fmt: skip
 _step(
     _ops.exchange_phase.default, volume=_exchanged, check=lambda node: _check_step(node, Exchange),
-    axes_of=_axis, collective="all_to_all", payload="rows", sent=_sent, stage=way, link=_link,
+    collective="all_to_all", payload="rows", sent=_sent, stage=way, link=_link,
     runtime=f"{_runtime}.exchange_phase_start(session, rows, host, axis=axis, {_which_step}, region=region, "
             "reverse=reverse, num_rows=out_rows)",
 )  # fmt: skip
 _step(
-    _ops.repack.default, volume=_copied, check=lambda node: _check_step(node, Local), stage=way,
+    _ops.repack.default, volume=copied, check=lambda node: _check_step(node, Local), stage=way,
     runtime=f"{_runtime}.repack(rows, host, {_which_step}, reverse=reverse, num_rows=out_rows)",
 )  # fmt: skip
 define(
@@ -231,12 +238,12 @@ define(
     runtime=f"{_runtime}.block_plan(session, sizes, shape, {_blocks_call})",
 )  # fmt: skip
 define(
-    _ops.pack_blocks.default, volume=_copied, along=MOVED, workspace=nbytes,
+    _ops.pack_blocks.default, volume=copied, along=MOVED, workspace=nbytes,
     tokens=Tokens({"sizes": "capacities"}, rule="packed", moves=True),
     runtime=f"{_runtime}.pack_blocks(x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse)",
 )  # fmt: skip
 define(
-    _ops.unpack_blocks.default, volume=_copied, along=MOVED, stage=way,
+    _ops.unpack_blocks.default, volume=copied, along=MOVED, stage=way,
     tokens=Tokens({"sizes": "capacities"}, rule="unpacked", moves=True),
     runtime=f"{_runtime}.unpack_blocks(session, rows, sizes, shape, {_blocks_call})",
 )  # fmt: skip
