@@ -20,7 +20,7 @@ from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.factors import factors
 from moefx.ir.level import Level
-from moefx.ir.meaning import meaning, sized
+from moefx.ir.meaning import meaning
 from moefx.ir.op import REGISTRY, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.ir.ops.exchange import way
 from moefx.ir.ops.order import start
@@ -60,7 +60,7 @@ def flip(rows: Tensor) -> Tensor:
 
 
 @meaning(
-    lambda rows, host, out_rows, *_: sized(rows, 0, out_rows),
+    "rows [r~ ..], host [..~] -> [out_rows ..]",
     gradient=lambda grad, rows, host, _, *how: toy_exchange(
         grad.contiguous(), host, rows.shape[0], *how[:-1], not how[-1]),
 )  # fmt: skip
@@ -77,7 +77,7 @@ def exchange_start(session, rows, plan, *, scale, **how):
 # A collective in a region that moves no rows.
 
 
-@meaning(lambda part, n, axis: sized(part, 0, n * part.shape[0]))
+@meaning("part [r~ ..] -> [n*r ..]")
 def toy_gather(part: Tensor, n: int, axis: str) -> Tensor:
     """All ranks' parts: [S, ..] -> [n*S, ..]."""
     return world.current().all_gather(part, axis)
@@ -96,7 +96,7 @@ def toys():
         ops.toy_flip.default, volume=lambda node: Volume(hbm_bytes=2 * nbytes(node)), drawn="routing",
         tokens=Tokens({"host": "host", "rows": "slot"}, "flipped", moves=True), runtime=f"{HERE}.flip(rows)",
     )  # fmt: skip
-    collective = partial(define, volume=_wire, axes_of=lambda node: argument(node, "axis"))
+    collective = partial(define, volume=_wire)
     collective(
         ops.toy_exchange.default, collective="all_to_all", payload="rows", stage=way,
         tokens=Tokens({"host": "host", "rows": "sorted", "out_rows": "received"}, "source", moves=True),
