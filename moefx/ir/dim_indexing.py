@@ -166,14 +166,6 @@ def put(node: Node) -> list[Operand] | None:
     return found
 
 
-def joined(node: Node) -> list[Operand] | None:
-    """cat"""
-    parts, dims = node.args[0], _dims(node)
-    if not isinstance(parts, (tuple, list)) or not dims:
-        return None
-    return [Operand(a, stay(shape_of(value(a)), dict.fromkeys(dims, TAKEN))) for a in parts]
-
-
 def convolved(node: Node) -> list[Operand] | None:
     """conv1d and the like, of a batch of channels: every channel by itself, if there are as many groups."""
     x = node.args[0]
@@ -199,12 +191,6 @@ def padded(node: Node) -> list[Operand] | None:
     x, pad = node.args[0], arg(node, 1, "pad")
     dims = [-1 - i for i, pair in enumerate(zip(pad[::2], pad[1::2])) if pair != (0, 0)]
     return [Operand(x, stay(shape_of(value(x)), {dim % value(x).dim(): TAKEN for dim in dims}))]
-
-
-def rolled(node: Node) -> list[Operand]:
-    """flip and roll; all dims at once if none is named."""
-    x = node.args[0]
-    return [Operand(x, stay(shape_of(value(x)), dict.fromkeys(_dims(node) or range(value(x).dim()), TAKEN)))]
 
 
 def _dims(node: Node) -> list[int]:

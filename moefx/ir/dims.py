@@ -1,6 +1,7 @@
 """What every op does to every dim of its tensors: the one table that passes and analyses ask.
 
-`trace` answers for nodes of torch-level graphs and of ATen graphs, by the name of the op. Where the table does not know
+`trace` answers for nodes of torch-level graphs and of ATen graphs, by the name of the op. Ops of the dialect say it in
+their records. Groups of others have a line (`ir.factors`), or a rule where arguments name the dims. Where the table does not know
 an ATen op, torch's own sharding rules are asked; `None` is the answer for what nobody knows.
 """
 
@@ -160,12 +161,12 @@ def _dims(node: Node, count: int) -> list[int]:
     return [dim for found in named(node) for dim in found.each(count)]
 
 
-def _along(fate: Fate) -> Rule:
-    """All dims stay; those that an argument names have the given fate."""
+def _along(fate: Fate, every: bool = False) -> Rule:
+    """All dims stay; those that an argument names have the given fate, or every one if none is named."""
 
     def rule(node: Node) -> list[Operand] | None:
         found = _tensors(node)
-        dims = _dims(node, len(_shape(found[0])))
+        dims = _dims(node, len(_shape(found[0]))) or [*range(len(_shape(found[0])) if every else 0)]
         if not dims and _shape(found[0]):
             return None
         return [Operand(a, stay(_shape(a), dict.fromkeys(dims, fate))) for a in found]
@@ -333,11 +334,11 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), indexing.put),
     "select_scatter": indexing.placed, "slice_scatter": indexing.placed,
     "slice_backward": indexing.put_back, "select_backward": indexing.put_back,
-    **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
+    **dict.fromkeys(("cat", "concat", "concatenate"), _along(TAKEN)), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), indexing.convolved),
     "convolution_backward": indexing.convolved_backward,
-    **dict.fromkeys(("flip", "roll"), indexing.rolled),
+    **dict.fromkeys(("flip", "roll"), _along(TAKEN, every=True)),
     "repeat": indexing.repeated, "tile": indexing.repeated, "repeat_interleave": _interleaved,
     **dict.fromkeys(("bincount", "nonzero", "masked_select", "masked_scatter", "unique", "histc"), _all(MIXED)),
 }  # fmt: skip
