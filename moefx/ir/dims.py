@@ -1,8 +1,8 @@
 """What every op does to every dim of its tensors: the one table that passes and analyses ask.
 
 `trace` answers for nodes of torch-level graphs and of ATen graphs, by the name of the op. Ops of the dialect say it in
-their records. Groups of others have a line (`ir.factors`), or a rule where arguments name the dims. Where the table does not know
-an ATen op, torch's own sharding rules are asked; `None` is the answer for what nobody knows.
+their records. Groups of others have a line (`ir.factors`), or a rule where arguments name the dims. Where the table
+does not know an ATen op, torch's own sharding rules are asked; `None` is the answer for what nobody knows.
 """
 
 from __future__ import annotations
