@@ -105,8 +105,8 @@ class Form:
 
     @classmethod
     def read(cls, text: str) -> Form:
-        left, arrow, right = text.partition("->")
-        found = cls(Tensors.read(left), Tensors.read(right) if arrow else ())
+        left, _, right = text.partition("->")
+        found = cls(Tensors.read(left), Tensors.read(right))
         kept = {term.word for result in found.results for term in result.terms}
         computed = {word for each in kept for word in re.findall(r"[A-Za-z]\w*", each)} - kept
         for term in (term for operand in found.operands for term in operand.terms):
@@ -152,7 +152,8 @@ class Form:
                 shape += [sizes[key] for key in (beside if result.place else behind)] if term.word in _DOTS else [
                     eval(term.word, dict(words))]  # fmt: skip
             like = given.get(result.like, tensors[0][1])
-            return like.new_empty(shape, dtype=getattr(torch, result.like, like.dtype))
+            dtype = like.dtype if result.like in ("", *given) else getattr(torch, result.like)
+            return like.new_empty(shape, dtype=dtype)
 
         found = tuple(map(made, self.results))
         return found if len(found) > 1 else found[0]

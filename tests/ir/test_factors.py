@@ -68,7 +68,7 @@ def test_tokens_say_which_arguments_have_an_entry_for_each():
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("x [s] -> [s//n]", "not what becomes of s"), ("x s -> [s]", "are no tensors"),
+    ("x [s] -> [s//n]", "not what becomes of s"), ("x s -> [s]", "are no tensors"), ("x [s]", "are no tensors"),
 ])  # fmt: skip
 def test_lines_that_say_half_are_refused(line, message):
     with pytest.raises(MoefxError, match=message):
