@@ -18,8 +18,9 @@ from moefx.context.pass_types import PassResult
 from moefx.costmodel.amounts import Kind, amounts_of, at
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
+from moefx.ir.factors import factors
 from moefx.ir.level import Level
-from moefx.ir.meaning import meaning, sized
+from moefx.ir.meaning import meaning
 from moefx.ir.op import REGISTRY, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.ir.ops.exchange import way
 from moefx.ir.ops.order import start
@@ -59,7 +60,7 @@ def flip(rows: Tensor) -> Tensor:
 
 
 @meaning(
-    lambda rows, host, out_rows, *_: sized(rows, 0, out_rows),
+    "rows [r~ ..], host [..~] -> [out_rows ..]",
     gradient=lambda grad, rows, host, _, *how: toy_exchange(
         grad.contiguous(), host, rows.shape[0], *how[:-1], not how[-1]),
 )  # fmt: skip
@@ -76,7 +77,7 @@ def exchange_start(session, rows, plan, *, scale, **how):
 # A collective in a region that moves no rows.
 
 
-@meaning(lambda part, n, axis: sized(part, 0, n * part.shape[0]))
+@meaning("part [r~ ..] -> [n*r ..]")
 def toy_gather(part: Tensor, n: int, axis: str) -> Tensor:
     """All ranks' parts: [S, ..] -> [n*S, ..]."""
     return world.current().all_gather(part, axis)
@@ -95,7 +96,7 @@ def toys():
         ops.toy_flip.default, volume=lambda node: Volume(hbm_bytes=2 * nbytes(node)), drawn="routing",
         tokens=Tokens({"host": "host", "rows": "slot"}, "flipped", moves=True), runtime=f"{HERE}.flip(rows)",
     )  # fmt: skip
-    collective = partial(define, volume=_wire, axes_of=lambda node: argument(node, "axis"))
+    collective = partial(define, volume=_wire)
     collective(
         ops.toy_exchange.default, collective="all_to_all", payload="rows", stage=way,
         tokens=Tokens({"host": "host", "rows": "sorted", "out_rows": "received"}, "source", moves=True),
@@ -256,7 +257,8 @@ def test_a_gather_in_a_region_is_no_all_to_all(toys):
     ({"collective": "broadcast", "axes_of": str}, "a collective of kind 'broadcast', not one of all_to_all"),
     ({"collective": "all_gather"}, "no axes_of says over which ranks"),
     ({"tokens": Tokens({"hots": "host"})}, "has no argument hots, only rows, host, reverse"),
-    ({"per_token": ("x",)}, "has no argument x"),
+    ({"factors": factors("x [..] -> [..]")}, "has no argument x"),
+    ({"factors": factors("rows [..] -> [..]")}, "says nothing of the dims of host"),
     ({"runtime": "flip(rows, hots)"}, "nobody knows hots"),
     ({"runtime": "flip(rows"}, "is no call"),
     ({"runtime": "flip(rows + 1)"}, "is no call of words"),

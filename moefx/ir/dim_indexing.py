@@ -10,11 +10,10 @@ import torch
 from torch.fx import Node
 
 from moefx.ir.dim_arguments import named
+from moefx.ir.factors import factors
 from moefx.ir.fates import (
     MIXED,
-    ORDERED,
     TAKEN,
-    UNREAD,
     Fate,
     How,
     Operand,
@@ -167,56 +166,31 @@ def put(node: Node) -> list[Operand] | None:
     return found
 
 
-def joined(node: Node) -> list[Operand] | None:
-    """cat"""
-    parts, dims = node.args[0], _dims(node)
-    if not isinstance(parts, (tuple, list)) or not dims:
-        return None
-    return [Operand(a, stay(shape_of(value(a)), dict.fromkeys(dims, TAKEN))) for a in parts]
-
-
 def convolved(node: Node) -> list[Operand] | None:
     """conv1d and the like, of a batch of channels: every channel by itself, if there are as many groups."""
-    x, weight = node.args[0], arg(node, 1, "weight")
+    x = node.args[0]
     is_aten = op_name(node) == "convolution"
     groups = arg(node, 8 if is_aten else 6, "groups", 1)
     if is_aten and node.args[6]:  # transposed: its weight has the channels of the input first
         return None
-    out, given, size = (shape_of(value(each)) for each in (node, x, weight))
+    out, given = (shape_of(value(each)) for each in (node, x))
     if len(given) != len(out) or len(given) < 3:
         return None
-    channels = kept(1, given[1]) if groups == given[1] == out[1] else MIXED
-    found = [Operand(x, (kept(0, given[0]), channels, *(MIXED,) * (len(given) - 2))),
-             Operand(weight, (kept(1, size[0]), *(MIXED,) * (len(size) - 1)))]  # fmt: skip
-    bias = arg(node, 2, "bias")
-    return found if bias is None else [*found, Operand(bias, (kept(1, size[0]),))]
+    by_channel = groups == given[1] == out[1]
+    return factors(f"[b {'c' if by_channel else 'i~'} ..~], weight [c i~ ..~], bias [c] -> [b c ..]").dims(node)
 
 
 def convolved_backward(node: Node) -> list[Operand] | None:
     """Of the gradient of the result, the input, and the weight."""
-    grad, x, weight, *_, groups, _ = node.args
-    of_grad, given, size = (shape_of(value(each)) for each in (grad, x, weight))
-    channels = kept(1, given[1]) if groups == given[1] == of_grad[1] else MIXED
-    rest = (MIXED,) * (len(given) - 2)
-    return [Operand(grad, (kept(0, given[0]), channels, *rest)), Operand(x, (kept(0, given[0]), channels, *rest)),
-            Operand(weight, (channels, *(MIXED,) * (len(size) - 1)))]  # fmt: skip
+    grad, x = (shape_of(value(each)) for each in node.args[:2])
+    channels = "c" if node.args[9] == x[1] == grad[1] else "i~"
+    return factors(f"[b {channels} ..~], [b {channels} ..~], [{channels} ..~] -> [b c ..]").dims(node)
 
 
 def padded(node: Node) -> list[Operand] | None:
     x, pad = node.args[0], arg(node, 1, "pad")
     dims = [-1 - i for i, pair in enumerate(zip(pad[::2], pad[1::2])) if pair != (0, 0)]
     return [Operand(x, stay(shape_of(value(x)), {dim % value(x).dim(): TAKEN for dim in dims}))]
-
-
-def rolled(node: Node) -> list[Operand]:
-    """flip and roll; all dims at once if none is named."""
-    x = node.args[0]
-    return [Operand(x, stay(shape_of(value(x)), dict.fromkeys(_dims(node) or range(value(x).dim()), TAKEN)))]
-
-
-def new_after(node: Node) -> list[Operand]:
-    """new_zeros and the like: of x, dtype and device alone are read."""
-    return [Operand(node.args[0], (UNREAD,) * value(node.args[0]).dim())]
 
 
 def _dims(node: Node) -> list[int]:
@@ -240,12 +214,6 @@ def placed(node: Node) -> list[Operand]:
         return [Operand(x, fates), Operand(new, fates)]
     around = tuple(kept(i + (i >= at), size) for i, size in enumerate(shape_of(value(new))))
     return [Operand(x, fates), Operand(new, around)]
-
-
-def lower(node: Node) -> list[Operand]:
-    """tril and triu: by the numbers of rows and columns."""
-    x = node.args[0]
-    return [Operand(x, (*stay(shape_of(value(x))[:-2]), ORDERED, ORDERED))]
 
 
 def repeated(node: Node) -> list[Operand]:

@@ -1,15 +1,17 @@
 """What every op does to every dim of its tensors: the one table that passes and analyses ask.
 
-`trace` answers for nodes of torch-level graphs and of ATen graphs, by the name of the op. Where the table does not know
-an ATen op, torch's own sharding rules are asked; `None` is the answer for what nobody knows.
+`trace` answers for nodes of torch-level graphs and of ATen graphs, by the name of the op. Ops of the dialect say it in
+their records. Groups of others have a line (`ir.factors`), or a rule where arguments name the dims. Where the table
+does not know an ATen op, torch's own sharding rules are asked; `None` is the answer for what nobody knows.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import re
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import Node
@@ -17,8 +19,8 @@ from torch.fx import Node
 from moefx import _torch_compat as compat
 from moefx.ir import dim_indexing as indexing
 from moefx.ir.dim_arguments import named
+from moefx.ir.factors import Tensors, Term, factors, together
 from moefx.ir.fates import (
-    CONTRACTED,
     MIXED,
     ORDERED,
     TAKEN,
@@ -32,6 +34,7 @@ from moefx.ir.fates import (
     regrouped,
     shape_of,
     stay,
+    tensor_of,
 )
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, lookup, value
@@ -56,19 +59,13 @@ def trace(node: Node) -> list[Operand] | None:
         return None
     name = op_name(node)
     op = lookup(node)
-    rule = (op and op.dims) or _RULES.get(name) or _RULES.get(name.removesuffix("_"))
+    of_record = op and (op.dims or (op.factors and op.factors.dims))
+    rule = of_record or _RULES.get(name) or _RULES.get(name.removesuffix("_"))
     if rule is not None:
         return rule(node)
     if is_pointwise(name) or is_pointwise(name.removesuffix("_")) or name in _OPERATORS:
         return _pointwise(node)
     return _by_torch(node) if isinstance(node.target, compat.OpOverload) else None
-
-
-def tensor_of(node: object) -> torch.Tensor | None:
-    """A node's value, or the first one of several, as those of a chunk."""
-    found = value(node) if isinstance(node, Node) else None
-    found = found[0] if isinstance(found, (tuple, list)) and found else found
-    return found if isinstance(found, torch.Tensor) else None
 
 
 @functools.cache
@@ -164,12 +161,12 @@ def _dims(node: Node, count: int) -> list[int]:
     return [dim for found in named(node) for dim in found.each(count)]
 
 
-def _along(fate: Fate) -> Rule:
-    """All dims stay; those that an argument names have the given fate."""
+def _along(fate: Fate, every: bool = False) -> Rule:
+    """All dims stay; those that an argument names have the given fate, or every one if none is named."""
 
     def rule(node: Node) -> list[Operand] | None:
         found = _tensors(node)
-        dims = _dims(node, len(_shape(found[0])))
+        dims = _dims(node, len(_shape(found[0]))) or [*range(len(_shape(found[0])) if every else 0)]
         if not dims and _shape(found[0]):
             return None
         return [Operand(a, stay(_shape(a), dict.fromkeys(dims, fate))) for a in found]
@@ -211,63 +208,18 @@ def _stacked(node: Node) -> list[Operand]:
     return [Operand(a, tuple(kept(i + (i >= at), size) for i, size in enumerate(_shape(a)))) for a in _tensors(node)]
 
 
-def lettered(operands: Sequence[tuple[Node, Sequence[Hashable]]], out: Sequence[Hashable], node: Node,
-             gone: Fate = CONTRACTED) -> list[Operand] | None:  # fmt: skip
-    """Of an op that is an einsum: dims with the same letter run together, those that the result lacks are summed."""
-    sizes = _shape(node)
-    if any(len(set(letters)) < len(letters) for letters in [*(letters for _, letters in operands), out]):
-        return None
-    places = {letter: i for i, letter in enumerate(out)}
-    count = [letter for _, letters in operands for letter in letters]
-
-    def fate(letter: Hashable, size: object) -> Fate:
-        if letter in places:
-            return meets(size, places[letter], sizes[places[letter]])
-        return gone if count.count(letter) > 1 else Fate(How.REDUCED, by="sum")
-
-    return [Operand(a, tuple(map(fate, letters, _shape(a)))) for a, letters in operands]
-
-
 def _einsum(node: Node) -> list[Operand] | None:
     equation, operands = node.args[0], node.args[1:]
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     if not isinstance(equation, str) or "->" not in equation:
         return None
     left, out = equation.replace(" ", "").split("->")
-    terms = [_letters(term, len(_shape(a))) for term, a in zip(left.split(","), operands)]
-    return lettered(list(zip(operands, terms)), _letters(out, len(_shape(node))), node)
-
-
-def _letters(term: str, count: int) -> list[Hashable]:
-    """The letters of a term, with numbers from the right for the dims of "..."."""
-    before, dots, after = term.partition("...")
-    more = range(count - len(before) - len(after), 0, -1) if dots else ()
-    return [*before, *more, *after]
-
-
-def _matmul(first: int = 0) -> Rule:
-    """A product of matrices, behind as many arguments as `first` that are added to it."""
-
-    def rule(node: Node) -> list[Operand] | None:
-        dims = len(_shape(node))
-        a, b = node.args[first], next(n for n in (arg(node, first + 1, name) for name in _SECOND) if n is not None)
-        of_a, of_b = len(_shape(a)), len(_shape(b))
-        batch = dims - (of_a > 1) - (of_b > 1)
-        rows = [*range(batch - of_a + 2, batch), batch] if of_a > 1 else []
-        columns = [batch + (of_a > 1)] if of_b > 1 else []
-        added = [(each, range(dims - len(_shape(each)), dims)) for each in node.args[:first]]
-        return lettered([*added, (a, [*rows, "k"]), (b, [*range(batch - of_b + 2, batch), "k", *columns])],
-                        range(dims), node)  # fmt: skip
-
-    return rule
-
-
-def _linear(node: Node) -> list[Operand] | None:
-    x, weight, bias = node.args[0], arg(node, 1, "weight"), arg(node, 2, "bias")
-    last = len(_shape(node)) - 1
-    columns = [last] if len(_shape(weight)) > 1 else []
-    operands = [(x, [*range(len(_shape(x)) - 1), "k"]), (weight, [*columns, "k"])]
-    return lettered(operands + ([(bias, columns)] if bias is not None else []), range(last + 1), node)
+    *terms, out = [re.findall(r"\.\.\.|\w", term) for term in (*left.split(","), out)]
+    if any(len({*term}) < len(term) for term in (*terms, out)):
+        return None
+    spelled = [Tensors("", tuple(Term(".." if each == "..." else each) for each in term)) for term in (*terms, out)]
+    *given, made = [each.dims(len(_shape(a)), 0) for each, a in zip(spelled, (*operands, node))]
+    return together(node, list(zip(operands, given)), [key for key, _ in made])
 
 
 def _norm(node: Node) -> list[Operand]:
@@ -288,15 +240,7 @@ def _weight_norm(node: Node) -> list[Operand]:
 
 def _attention(node: Node) -> list[Operand] | None:
     """scaled_dot_product_attention: every query by itself, unless it sees only the keys up to its own place."""
-    q, k, v = node.args[:3]
-    mask, batch = arg(node, 3, "attn_mask"), range(len(_shape(node)) - 2)
-    operands = [(q, [*batch, "l", "e"]), (k, [*batch, "s", "e"]), (v, [*batch, "s", "v"])]
-    if mask is not None:
-        operands.append((mask, [*batch, "l", "s"][-len(_shape(mask)) :]))
-    found = lettered(operands, [*batch, "l", "v"], node, MIXED)
-    if not arg(node, 5, "is_causal", False):
-        return found
-    return [Operand(o.node, (*o.dims[:-2], ORDERED, o.dims[-1])) for o in found]
+    return factors(_CAUSAL if arg(node, 5, "is_causal", False) else _OF_QUERIES).dims(node)
 
 
 def _fused_attention(node: Node) -> list[Operand]:
@@ -307,17 +251,10 @@ def _fused_attention(node: Node) -> list[Operand]:
             for a in _tensors(node)]  # fmt: skip
 
 
-def _embedding(node: Node) -> list[Operand]:
+def _embedding(node: Node) -> list[Operand] | None:
     """F.embedding(ids, weight), ATen's embedding(weight, ids)"""
     is_aten = isinstance(node.target, compat.OpOverload)
-    weight, ids = node.args[:2] if is_aten else (arg(node, 1, "weight"), node.args[0])
-    lead = _shape(ids)
-    found = [Operand(weight, (TAKEN, kept(len(lead), _shape(weight)[1]))), Operand(ids, stay(lead))]
-    return found if is_aten else found[::-1]
-
-
-def _one_hot(node: Node) -> list[Operand]:
-    return [Operand(node.args[0], stay(_shape(node.args[0])))]
+    return factors("[v? d], [..] -> [.. d]" if is_aten else "[..], weight [v? d] -> [.. d]").dims(node)
 
 
 def _by_torch(node: Node) -> list[Operand] | None:
@@ -349,7 +286,20 @@ def _number(size: int | torch.SymInt) -> int:
     return int(expr(size).subs({s: 101 + zlib.crc32(str(s).encode()) % 1000 for s in expr(size).free_symbols}))
 
 
-_SECOND = ("other", "mat2", "vec", "batch2", "tensor")
+_OF_QUERIES = "[.. l e~], [.. s~ e~], [.. s~ v], attn_mask [... l s~] -> [.. l v]"
+_CAUSAL = "[.. l< e~], [.. s< e~], [.. s< v], attn_mask [... l< s~] -> [.. l v]"
+_LINES = {
+    "[.. k], weight [n k], bias [n] -> [.. n] | [.. k], weight [k], bias [] -> [..]": ("linear",),
+    "[.. i k], other [.. k j] -> [.. i j] | [k], other [.. k j] -> [.. j] | [.. i k], other [k] -> [.. i] | "
+    "[k], other [k] -> []": ("matmul",),
+    "[b i k], mat2 [b k j] -> [b i j] | [i k], mat2 [k j] -> [i j]": ("mm", "bmm"),
+    "[i k], vec [k] -> [i]": ("mv",), "[k], tensor [k] -> []": ("dot",),
+    "[... i j], [i k], mat2 [k j] -> [i j]": ("addmm",), "[... i], [i k], vec [k] -> [i]": ("addmv",),
+    "[... b i j], [b i k], batch2 [b k j] -> [b i j]": ("baddbmm",),
+    "[..] -> [.. n]": ("one_hot",),
+    "[.. i< j<] -> [.. i j]": ("tril", "triu"),  # by the numbers of rows and columns
+    "[..-] -> [..]": ("new_zeros", "new_ones", "new_empty", "new_full"),  # dtype and device alone are read
+}  # fmt: skip
 _PERMUTATIONS = {"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "mT", "T", "t", "adjoint"}
 _REDUCTIONS = {
     **{name: name for name in ("sum", "mean", "prod", "all", "any", "logsumexp", "std", "var", "norm", "median",
@@ -363,7 +313,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to", "alias", "lift_fresh_copy"), _pointwise),
     **dict.fromkeys(("to", "_to_copy", "type_as", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
                      "randn_like"), _like),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), indexing.new_after),
     **dict.fromkeys(("zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "scalar_tensor"),
                     _all(UNREAD)),
     **{name: _reduced(by) for name, by in _REDUCTIONS.items()}, "max": _extreme("max"), "min": _extreme("min"),
@@ -371,9 +320,8 @@ _RULES: dict[str, Rule] = {
                      "_softmax_backward_data", "_log_softmax_backward_data", "normalize", "renorm"), _along(MIXED)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "diff"),
                     _along(ORDERED)),
-    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot"), _matmul()),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _matmul(1)),
-    "linear": _linear, "einsum": _einsum, "scaled_dot_product_attention": _attention,
+    **{name: factors(line).dims for line, names in _LINES.items() for name in names},
+    "einsum": _einsum, "scaled_dot_product_attention": _attention, "embedding": _embedding,
     **dict.fromkeys((f"_scaled_dot_product_{kind}{way}" for kind in (
         "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
         for way in ("", "_backward")), _fused_attention),
@@ -386,12 +334,11 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), indexing.put),
     "select_scatter": indexing.placed, "slice_scatter": indexing.placed,
     "slice_backward": indexing.put_back, "select_backward": indexing.put_back,
-    **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
+    **dict.fromkeys(("cat", "concat", "concatenate"), _along(TAKEN)), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), indexing.convolved),
     "convolution_backward": indexing.convolved_backward,
-    **dict.fromkeys(("flip", "roll"), indexing.rolled),
-    "repeat": indexing.repeated, "tile": indexing.repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
-    "embedding": _embedding, "tril": indexing.lower, "triu": indexing.lower,
+    **dict.fromkeys(("flip", "roll"), _along(TAKEN, every=True)),
+    "repeat": indexing.repeated, "tile": indexing.repeated, "repeat_interleave": _interleaved,
     **dict.fromkeys(("bincount", "nonzero", "masked_select", "masked_scatter", "unique", "histc"), _all(MIXED)),
 }  # fmt: skip

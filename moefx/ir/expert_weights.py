@@ -19,7 +19,6 @@ from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.dim_arguments import hold, sizes_held
 from moefx.ir.dims import tensor_of, trace
-from moefx.ir.fates import How
 from moefx.ir.names import op_name
 from moefx.ir.ops.per_expert import per_expert, stacked_of
 from moefx.ir.ops.regions import expert_parameter, stack_experts
@@ -152,7 +151,7 @@ def _carried(node: Node, experts: int) -> list[Node]:
         return [node.args[0]] if _carried(node.args[0], experts) else []
     of_experts, others = [], []
     for operand in (trace(node) or ()) if out.shape[0] % experts == 0 else ():
-        in_front = any(place.dim == 0 for fate in operand.dims if fate.how is not How.SHARED for place in fate.to)
+        in_front = bool(operand.into(0, shared=False))
         cut = operand.dims[0].cut(experts) if in_front else None
         if in_front and (cut is None or cut.dim != 0 or cut.outer != 1):
             return []

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefx.ir.op import expr
+from moefx.ir.op import expr, value
 
 Size = int | sympy.Expr
 
@@ -53,6 +53,11 @@ class Fate:
     to: tuple[Place, ...] = ()
     by: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the dim becomes one dim of the result, or the first factor of one, as it is."""
+        return self.how is How.KEPT and len(self.to) == 1 and self.to[0].outer == 1
+
     def cut(self, n: int) -> Place | None:
         """The place of n equal cuts, if the result's dim is cut into n then."""
         if self.how not in (How.KEPT, How.MIXED) or not self.to or self.to[0].size % n != 0:
@@ -61,7 +66,7 @@ class Fate:
 
 
 MIXED, TAKEN, ORDERED, UNREAD = Fate(How.MIXED), Fate(How.TAKEN), Fate(How.ORDERED), Fate(How.UNREAD)
-CONTRACTED = Fate(How.CONTRACTED, by="sum")
+CONTRACTED, SUMMED = Fate(How.CONTRACTED, by="sum"), Fate(How.REDUCED, by="sum")
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,18 @@ class Operand:
 
     node: Node
     dims: tuple[Fate, ...]
+
+    def into(self, dim: int, shared: bool = True) -> list[int]:
+        """Its dims whose entries are in dim `dim` of the result. shared: also one whose only entry is in all of it."""
+        return [i for i, fate in enumerate(self.dims) if any(place.dim == dim for place in fate.to)
+                and (shared or fate.how is not How.SHARED)]  # fmt: skip
+
+
+def tensor_of(node: object) -> torch.Tensor | None:
+    """A node's value, or the first one of several, as those of a chunk."""
+    found = value(node) if isinstance(node, Node) else None
+    found = found[0] if isinstance(found, (tuple, list)) and found else found
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from moefx.ir.factors import factors
+from moefx.ir.op import LINES
+
 
 @dataclass(frozen=True)
 class Like:
@@ -24,18 +27,23 @@ class Like:
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
-def meaning(fake: Callable[..., Any], *, gradient: Callable[..., Any] | None = None) -> Callable[[Callable], Any]:
+def meaning(fake: str | Callable[..., Any], *, dims: str = "",
+            gradient: Callable[..., Any] | None = None) -> Callable[[Callable], Any]:  # fmt: skip
     """Makes a function the op `torch.ops.moefx.<its name>`. It must not write to its arguments, nor give one back.
 
-    fake: (arguments) -> tensors of the shape, dtype and device of the result. gradient: (gradient of the result, a
-    list where it is one, arguments) -> that of the first argument, or a tuple of those of the first ones; None for
-    what has none. It gets a `Like` in place of each tensor of the first argument. Without it the op has no gradient.
-    Both are traced, so what they compute becomes part of the graph.
+    fake: what it does to dims, as a line of `ir.factors`, which says the result's type as well. Where a line cannot:
+    (arguments) -> tensors of the shape, dtype and device of the result; `dims` is the line then, if there is one.
+    gradient: (gradient of the result, a list where it is one, arguments) -> that of the first argument, or a tuple of
+    those of the first ones; None for what has none. It gets a `Like` in place of each tensor of the first argument.
+    Without it the op has no gradient. Both are traced, so what they compute becomes part of the graph.
     """
 
     def register(function: Callable) -> Any:
         op = torch.library.custom_op(f"moefx::{function.__name__}", function, mutates_args=())
-        op.register_fake(fake)
+        line = factors(fake if isinstance(fake, str) else dims) if dims or isinstance(fake, str) else None
+        op.register_fake(line.fake(function) if isinstance(fake, str) else fake)
+        if line is not None:
+            LINES[function.__name__] = line
         if gradient is not None:
             op.register_autograd(_backward(gradient), setup_context=_keep_arguments)
         return op

@@ -7,7 +7,6 @@ pictures ask for. Nobody else knows an op by its name, except for who makes it.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -21,14 +20,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from moefx._torch_compat import OpOverload
 from moefx.errors import MoefxError
 from moefx.ir.level import Level
+from moefx.ir.runtime_call import RuntimeCall
 
 if TYPE_CHECKING:
+    from moefx.ir.factors import Factors
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
 _OF_INPUTS = ("param", "inputs", "index")  # arguments that are numbers of the program's inputs
-LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner",
-                "is_fixed")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,43 +154,19 @@ class Along:
 MOVED = Along("V", "V", dim=None)  # rows that go to other ranks
 
 
-@dataclass(frozen=True)
-class RuntimeCall:
-    """The call that an op becomes in emitted code.
+def moves(node: Node) -> Volume:
+    """Every tensor that it reads and writes, once."""
+    return Volume(hbm_bytes=sum((nbytes(a) for a in node.all_input_nodes if is_tensors(a)), start=nbytes(node)))
 
-    Written as Python, "moefx.runtime.kernels.dispatch(x, perm, k)". Words are the op's arguments, or what the linker
-    knows: `session`, `step_state`, `region` (the module's name), `input_name` (of the input with the number `param`),
-    `input_names` (of those with the numbers `inputs`), `is_owned` (whether the first argument's memory is nobody
-    else's), `are_inputs` (whether the first argument is a list of the program's inputs), `is_fixed` (True if it is a
-    number of the program, else None). What is None is left out where it has a name.
-    """
 
-    function: str
-    args: tuple[ast.expr, ...]
-    kwargs: Mapping[str, ast.expr]
+def copied(node: Node) -> Volume:
+    """As much read as is written."""
+    return Volume(hbm_bytes=2 * nbytes(node))
 
-    @property
-    def words(self) -> frozenset[str]:
-        """Those that it is made of, the op's and the linker's."""
-        return frozenset(each.id for each in (*self.args, *self.kwargs.values()) if isinstance(each, ast.Name))
 
-    @classmethod
-    def parse(cls, text: str, op: str, arguments: Collection[str]) -> RuntimeCall:
-        """Raises MoefxError for what is no call, and for a word that is neither an argument nor the linker's."""
-        try:
-            call = ast.parse(text, mode="eval").body
-        except SyntaxError:
-            call = None
-        given = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else [call]
-        if not all(isinstance(each, (ast.Name, ast.Constant)) for each in given):
-            raise MoefxError(f"the dialect op {op} becomes '{text}', which is no call of words and constants",
-                             hint="write function(argument, name=argument)")  # fmt: skip
-        known = {*arguments, *LINKER_WORDS}
-        unknown = [each.id for each in given if isinstance(each, ast.Name) and each.id not in known]
-        if unknown:
-            raise MoefxError(f"the dialect op {op} becomes '{text}', and nobody knows {unknown[0]}",
-                             hint=f"known are {', '.join(sorted(known))}")  # fmt: skip
-        return cls(ast.unparse(call.func), tuple(call.args), {k.arg: k.value for k in call.keywords})
+def free(node: Node) -> Volume:
+    """Of an op that computes nothing worth a price."""
+    return Volume()
 
 
 _EVERYWHERE = frozenset({Level.MOE, Level.PLACED, Level.SCHEDULED})
@@ -202,19 +177,22 @@ class OpDef:
     """One dialect op. The fields that are functions get the call, or, for `stage` and `link`, what is like it: of a
     started op the call without `start`.
 
-    volume: how much it computes and moves. check: a complaint about its arguments or None (its list of constraints).
+    factors: what it does to the dims of its tensors, as a line (`ir.factors`), by default that of its `@meaning`. dims:
+        the same as a function, where no line can say it. None, both: nobody knows.
+    volume: how much it computes and moves; by default it reads its arguments and writes its result. check: a complaint
+        about its arguments or None (its list of constraints).
     stage: the part of a layer that it belongs to.
     levels: where it may stand; by default from level moe on, and what is started at level placed alone.
-    tokens: what it does to a routing and its rows. dims: what becomes of every dim of its tensors, see `ir.fates`, None
-        if nobody knows. per_token: the arguments that have one entry per token. along: what it makes along its axis of
-        what ranks have in common, None if it treats all axes alike.
+    tokens: what it does to a routing and its rows. along: what it makes along its axis of what ranks have in common,
+        None if it treats all axes alike.
     again: whether the backward may compute it again: not choices and sizes. lean: as readily as elementwise ops.
     of_user: it stands for a user's op. rounds: what it is without rounding: an op, or True, its first argument.
     drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py. gemm: the shape of its product.
-    axes_of: the mesh axes that a collective runs over, collective: its kind, one of `COLLECTIVES`; payload: the
-        argument that is the buffer, "" for the result, or its bytes where neither is. sent: what goes over which link,
-        where the op itself says it. link: "comm" if it keeps all links busy, "intra" or "inter" for one.
-        waited_by_host: a copy of numbers that the host reads. copies: it moves a tensor to the host's memory ("d2h")
+    axes_of: the mesh axes that a collective runs over, by default those of its argument `axis` or `axes`, collective:
+        its kind, one of `COLLECTIVES`; payload: the argument that is the buffer, "" for the result, or its bytes where
+        neither is. sent: what goes over which link, where the op itself says it. link: "comm" if it keeps all links
+        busy, "intra" or "inter" for one.
+    waited_by_host: a copy of numbers that the host reads. copies: it moves a tensor to the host's memory ("d2h")
         or back ("h2d"), beside all other work.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
     space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
@@ -227,13 +205,13 @@ class OpDef:
 
     name: str
     target: Any
-    volume: Callable[[Node], Volume]
+    volume: Callable[[Node], Volume] = moves
+    factors: Factors | None = None
     check: Callable[[Node], str | None] = lambda node: None
     stage: Stage | Callable[[Any], Stage] = Stage.DENSE
     levels: frozenset[Level] = _EVERYWHERE
     tokens: Tokens | None = None
     dims: Callable[[Node], list[Operand]] | None = None
-    per_token: tuple[str, ...] = ()
     along: Along | None = None
     again: bool = True
     lean: bool = False
@@ -262,6 +240,11 @@ class OpDef:
         return self.axes_of is not None
 
     @property
+    def per_token(self) -> tuple[str, ...]:
+        """The arguments that have one entry per token."""
+        return self.factors.per_token if self.factors is not None else ()
+
+    @property
     def is_started(self) -> bool:
         """Whether it becomes a start and a wait."""
         return self.is_collective or self.waited_by_host or bool(self.copies)
@@ -280,9 +263,10 @@ class OpDef:
 
 
 REGISTRY: dict[Any, OpDef] = {}
+LINES: dict[str, Factors] = {}  # what `@meaning` was given, by the name of the op
 
 
-def define(target: Any, *, volume: Callable[[Node], Volume], runtime: str | None = None, **known: Any) -> OpDef:
+def define(target: Any, *, runtime: str | None = None, **known: Any) -> OpDef:
     """Register what is known of `target`, an OpOverload of namespace moefx or a traced-through function. `known` are
     fields of `OpDef`; runtime is the text of a `RuntimeCall`.
 
@@ -291,7 +275,9 @@ def define(target: Any, *, volume: Callable[[Node], Volume], runtime: str | None
     is_op = isinstance(target, OpOverload)
     name = target.name().split("::")[1] if is_op else target.__name__
     arguments = [a.name for a in target._schema.arguments] if is_op else target.__code__.co_varnames
-    found = OpDef(name, target, volume, runtime=runtime and RuntimeCall.parse(runtime, name, arguments), **known)
+    over = next((axes for axes in ("axis", "axes") if axes in arguments and known.get("collective")), None)
+    known = {"factors": LINES.get(name), "axes_of": over and (lambda node: argument(node, over))} | known
+    found = OpDef(name, target, runtime=runtime and RuntimeCall.parse(runtime, name, arguments), **known)
     if found.is_started:
         found = replace(found, **{"levels": frozenset({Level.PLACED}), "drawn": "collective"} | known)
     complaint = "is defined twice" if target in REGISTRY else _half_said(found, arguments)
@@ -309,9 +295,14 @@ def _half_said(op: OpDef, arguments: Collection[str]) -> str | None:
     tokens = op.tokens or Tokens()
     along = op.along.of if op.along else ""
     payload = op.payload if isinstance(op.payload, str) else ""
-    named = {*tokens.takes, tokens.chosen, *op.per_token, along, payload, op.overwrites} - {""}
+    line = op.factors.names if op.factors else ()
+    named = {*tokens.takes, tokens.chosen, *line, along, payload, op.overwrites} - {""}
     unknown = sorted(named - set(arguments))
-    return f"has no argument {unknown[0]}, only {', '.join(arguments)}" if unknown else None
+    if unknown:
+        return f"has no argument {unknown[0]}, only {', '.join(arguments)}"
+    declared = op.target._schema.arguments if line and isinstance(op.target, OpOverload) else ()
+    silent = next((a.name for a in declared if "Tensor" in str(a.type) and a.name not in line), None)
+    return f"says nothing of the dims of {silent}" if silent else None
 
 
 def lookup(node: Node) -> OpDef | None:
@@ -370,6 +361,12 @@ def _up_to_a_factor(difference: sympy.Expr) -> sympy.Expr:
 
 def numel(node: Any) -> sympy.Expr:
     return sympy.prod([expr(s) for s in value(node).shape])
+
+
+def is_tensors(node: Any) -> bool:
+    """Whether a value is a tensor, or several."""
+    found = value(node)
+    return isinstance(found[0] if isinstance(found, (list, tuple)) and found else found, torch.Tensor)
 
 
 def nbytes(node: Any) -> sympy.Expr:

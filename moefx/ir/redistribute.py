@@ -34,17 +34,17 @@ def redistribute(target: Any, takes: str, gives: str, *, of: str = "", dim: int 
                  whole: Callable[[Node], sympy.Expr] | None = None, **known: Any) -> OpDef:  # fmt: skip
     """Registers an op by its types. of, dim: as of `Along`. moved: parts are rows that differ in any case. whole: bytes
     of what all ranks have together, by default of the result of an all-gather and of what is summed. known: the other
-    fields of `OpDef`; the argument "axis" says along which dims, unless `axes_of` does."""
+    fields of `OpDef`."""
     kind = COLLECTIVES.get((takes, gives), "")
     operand = of or target._schema.arguments[0].name
     size = whole or (nbytes if kind == "all_gather" else lambda node: nbytes(argument(node, operand)))
     if kind:
-        known = {"axes_of": lambda node: argument(node, "axis"), "collective": kind} | known
+        known["collective"] = kind
     if kind == "reduce_scatter":
         known = {"payload": operand} | known
 
     def volume(node: Node) -> Volume:
-        axes = known["axes_of"](node) if kind else ""
+        axes = found.axes_of(node) if kind else ""
         if not axes:
             return Volume(hbm_bytes=sympy.S.Zero if kind else nbytes(node))
         if kind == "all_reduce":
@@ -54,4 +54,5 @@ def redistribute(target: Any, takes: str, gives: str, *, of: str = "", dim: int 
 
     REDISTRIBUTING[target] = takes, gives
     along = MOVED if moved else Along(takes, gives, of=of, dim=dim)
-    return define(target, **{"volume": volume, "along": along} | known)
+    found = define(target, **{"volume": volume, "along": along} | known)
+    return found

@@ -29,22 +29,17 @@ from torch.fx import Node
 from moefx.axes import MeshSpec
 from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
-from moefx.ir.dims import CASTS, tensor_of, trace
+from moefx.ir.dims import tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand, Size, shape_of
 from moefx.ir.names import op_name
 from moefx.ir.op import VALUES, Stage
 from moefx.ir.randomness import is_random
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View
+from moefx.ir.sums import ADDS, LINEAR, adds_bias, against, is_zero
 from moefx.layout import Layout
 
 PARAMETERS = ("param", "experts", "stack")
-SUMS = ("add", "sub")
-LINEAR = (*CASTS, "neg", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "transpose",
-          "permute", "movedim", "getitem", "chunk", "split", "sum", "expand")  # fmt: skip
-_OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "select", "cat", "stack", "split_with_sizes",
-            "slice_backward", "select_backward")
 _SIZED = ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as")
-_PRODUCTS = ("mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear")
 _NORMS = ("native_layer_norm_backward", "_fused_rms_norm_backward")  # behind the gradient of the rows stand sums
 _FRESH = re.compile(r"(new_)?(zeros|ones|empty|full|rand|randn)(_like)?")
 _WORDS = {"I": "the same on every rank", "V": "a part", "P": "a partial sum"}
@@ -175,7 +170,7 @@ class Types:
             own = [i for i, held in sizes_held(node).items() if held.of(node) in operands]
             if own:
                 return Type("V", own[0])  # a copy for each of a rank's own rows
-        if name not in (*LINEAR, *_OF_ATEN) and any(self.known[a][dim] != SAME for a in operands if a not in tensors):
+        if name not in LINEAR and any(self.known[a][dim] != SAME for a in operands if a not in tensors):
             return Type("?", why=f"{name} computes with a size of what is cut over '{dim}'")
         return self._of_sums(node, name, tensors, dim) if PARTIAL in found else self._of_parts(node, name, dim)
 
@@ -234,8 +229,7 @@ class Types:
             return Type("?", why="it is one of several, with other dims") if here.is_floating_point() else SAME
         common.sort(key=lambda each: each == PARTIAL)
         found = replace(common[0], others=tuple(common[1:]))
-        contracted = [any(fate.how is How.CONTRACTED for fate in o.dims) for o in operands]
-        if found == PARTIAL and any(contracted) and not all(contracted):  # as a bias
+        if found == PARTIAL and adds_bias(node):
             return Type("?", why=f"{name} adds to a partial sum over '{dim}' what every rank adds, too")
         return found
 
@@ -244,7 +238,7 @@ class Types:
         that every token picks from. Or it is the gradient of what scales or shifts all rows of a norm."""
         if name == "getitem" and op_name(node.args[0]) in _NORMS:
             return node.args[1] > 0
-        if name != "index_put" or len(node.args) < 4 or node.args[3] is not True or not _is_zero(node.args[0]):
+        if name != "index_put" or len(node.args) < 4 or node.args[3] is not True or not is_zero(node.args[0]):
             return False
         return any(isinstance(index, Node) and self.known[index][dim].letter == "V" for index in node.args[1])
 
@@ -281,23 +275,12 @@ class Types:
 
     def _of_sums(self, node: Node, name: str, operands: list[Node], dim: str) -> Type:
         """Partial sums stay that through what is linear in them."""
-        sums = [a for a in operands if self.known[a][dim] == PARTIAL]
-        others = [a for a in operands if a not in sums]
-        once = sum(a in sums for a in node.args if isinstance(a, Node)) == 1
-        if name in SUMS:
-            scalars = [a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
-            if not others and not scalars:
-                return PARTIAL
-            return Type("?", why=f"{name} adds to a partial sum over '{dim}' what every rank adds, too")
-        are_shared = all(self.known[a][dim] == SAME for a in others)
-        is_quotient = name in ("div", "truediv") and node.args[0] in sums
-        if are_shared and once and (name in _PRODUCTS or is_quotient):
+        sums = {a for a in operands if self.known[a][dim] == PARTIAL}
+        why = against(node, sums)
+        if not why and all(self.known[a][dim] == SAME for a in operands if a not in sums):
             return PARTIAL
-        if not others and name in (*LINEAR, *_OF_ATEN):
-            return PARTIAL
-        if name == "where" and are_shared and all(a in sums or _is_zero(a) for a in node.args[1:]):
-            return PARTIAL
-        return Type("?", why=f"{name} is not linear, and reads a partial sum over '{dim}'")
+        return Type("?", why=f"{name} adds to a partial sum over '{dim}' what every rank adds, too" if why == ADDS else
+                    f"{name} is not linear, and reads a partial sum over '{dim}'")  # fmt: skip
 
     # ---- backward: I or R
 
@@ -328,15 +311,6 @@ class Types:
         found = self.known[user][dim]
         return Type("R") if found.letter in "VP" else found if found.letter == "?" else (
             self.gradients[user].get(dim))  # fmt: skip
-
-
-def _is_zero(argument: Any) -> bool:
-    """Whether every entry is zero."""
-    if not isinstance(argument, Node):
-        return argument == 0
-    name = op_name(argument)
-    return name in ("zeros", "zeros_like", "new_zeros") or (
-        name in ("scalar_tensor", "full", "full_like") and argument.args[-1] == 0)  # fmt: skip
 
 
 def _is_float(found: Tensor | None) -> bool:

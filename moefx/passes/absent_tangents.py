@@ -21,15 +21,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
+from moefx.ir.names import op_name
 from moefx.ir.op import expr, value
+from moefx.ir.sums import LINEAR
 
 _aten = torch.ops.aten
-_KEEPS_ZERO = {
-    _aten.reshape, _aten.view, _aten._unsafe_view, _aten.t, _aten.transpose, _aten.permute, _aten.expand,
-    _aten.unsqueeze, _aten.squeeze, _aten.slice, _aten.select, _aten._to_copy, _aten.clone, _aten.neg, _aten.alias,
-    _aten.detach, _aten.slice_backward, _aten.select_backward,
-}  # fmt: skip
-_LINEAR_IN_FIRST = {_aten.mul, _aten.div}
 
 
 def run(gm: GraphModule, absent: list[str]) -> list[str]:
@@ -51,8 +47,7 @@ def _sums_of(tangent: Node) -> dict[Node, Node] | None:
     while stack:
         node = stack.pop()
         for user in node.users:
-            packet = getattr(user.target, "overloadpacket", None)
-            if packet in _KEEPS_ZERO or (packet in _LINEAR_IN_FIRST and user.args[0] is node):
+            if user.args[:1] == (node,) and _is_pure(user) and op_name(user) in (*LINEAR, "mul", "div"):
                 if user not in zeros:
                     zeros.add(user)
                     stack.append(user)

@@ -166,14 +166,13 @@ class _Hoist:
         """The arguments of which rows are rows of the result, with their dims."""
         dim, operands, found = self.wanted[node], trace(node), {}
         for operand in operands or ():
-            dims = [i for i, fate in enumerate(operand.dims) if fate.how is not How.SHARED
-                    and any(place.dim == dim for place in fate.to)]  # fmt: skip
+            dims = operand.into(dim, shared=False)
             if not dims:
                 continue
             fate = operand.dims[dims[0]]
             size = tensor_of(operand.node)
-            is_same = size is not None and len(fate.to) == len(dims) == 1 and fate.how is How.KEPT and (
-                fate.to[0].outer == 1 and expr(size.shape[dims[0]]) == self.total)  # fmt: skip
+            is_same = size is not None and len(dims) == 1 and fate.is_whole and (
+                expr(size.shape[dims[0]]) == self.total)  # fmt: skip
             if not is_same or self.wanted.get(operand.node, dims[0]) != dims[0] or operand.node in self.whole:
                 return f"its rows are no rows of {operand.node.name}"
             found[operand.node] = dims[0]

@@ -31,7 +31,6 @@ from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.dims import tensor_of, trace
-from moefx.ir.fates import How
 from moefx.ir.op import expr, value
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.regions import enter_experts, leave_experts
@@ -114,9 +113,8 @@ class _Layer:
         found |= {marker.args[0]: marker.args[2] for marker in self.enters}
         for node in reversed(self.gm.graph.nodes):
             for operand in trace(node) or () if node in found and node not in self.leaves else ():
-                for dim, fate in enumerate(operand.dims):
-                    if fate.how is not How.SHARED and any(place.dim == found[node] for place in fate.to):
-                        found[operand.node] = dim
+                for dim in operand.into(found[node], shared=False):
+                    found[operand.node] = dim
         for node in self.gm.graph.nodes:
             for operand in trace(node) or () if node not in found else ():
                 if operand.node in found and operand.dims[found[operand.node]].to:

@@ -462,7 +462,7 @@ def test_a_value_read_on_parts_and_on_all_is_refused(source, message):
     ("F.silu(v)", Type("V", 0)), ("v.t()", Type("V", 1)), ("v.sum(1)", Type("V", 0)), ("v.sum(0)", Type("P")),
     ("v.t() @ v", Type("P")), ("v.mean(0)", None), ("v.softmax(0)", None), ("v + 1.0", Type("V", 0)),
     ("v[1:]", Type("V", 0)), ("v.cumsum(0)", None), ("v @ x.t()", Type("V", 0)),
-    ("F.linear(v.t(), v.t(), x[0, :1])", None),
+    ("F.linear(v.t(), v.t(), x[0, :1])", None), ("F.linear(p, x)", Type("P")), ("F.linear(p, x, x[:, 0])", None),
     ("p * 2.0", Type("P")), ("p * x[0]", Type("P")), ("p * p", None), ("F.silu(p)", None), ("p + p", Type("P")),
     ("p + x[0]", None), ("p / x[0]", Type("P")), ("x[0] / p", None), ("p - 1.0", None), ("p.view(2, 3)", Type("P")),
     ("torch.zeros_like(v)", Type("I")), ("F.silu(x)", Type("I")), ("x.max()", Type("I")),

@@ -109,6 +109,8 @@ BAD = {
                           r"it is no linear op, and reads sums that are not complete: relu"),
     "constant behind": (layer(f"{UP}\na = F.silu(h)\no = m.grouped_linear.default(a, down_e, counts, False)\n"
                               "out = o + 1.0", {"up": (4, 24, 16), "down": (4, 16, 24)}), r"it is no linear op"),
+    "squared behind": (layer(f"{UP}\na = F.silu(h)\no = m.grouped_linear.default(a, down_e, counts, False)\n"
+                             "out = o * o", {"up": (4, 24, 16), "down": (4, 16, 24)}), r"it is no linear op"),
     "odd": (layer(f"{UP}\na = F.silu(h)\n{DOWN}", {"up": (4, 23, 16), "down": (4, 16, 23)}),
             r"23 hidden entries do not divide over 2 ranks"),
     "shifted": (layer(f"{UP}\na = F.silu(h) * h.roll(1, -1)\n{DOWN}", {"up": (4, 24, 16), "down": (4, 16, 24)}),

@@ -101,7 +101,7 @@ def _meets(operands: list[Operand] | None, of: dict[Node, Region]) -> _Meeting |
 
 def _place(fate: Fate) -> int | None:
     """The dim of the result that a dim becomes as it is."""
-    return fate.to[0].dim if fate.how is How.KEPT and len(fate.to) == 1 and fate.to[0].outer == 1 else None
+    return fate.to[0].dim if fate.is_whole else None
 
 
 def _follow(node: Node, operands: list[Operand] | None, of: dict[Node, Region]) -> None:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.sharding.dense_plan import Plan
 from moefx.analysis.sharding.entries import NotCut, pieces_of
-from moefx.analysis.sharding.following import Following, Mixed, every, is_whole
+from moefx.analysis.sharding.following import Following, Mixed, every
 from moefx.ir import edit
 from moefx.ir.dim_arguments import Held, sizes_held
 from moefx.ir.dims import tensor_of, trace
@@ -188,16 +188,15 @@ class _Graph(Following):
         self.plan.columns.append(node)
         try:
             for o in weights:
-                mine = [d for d, fate in enumerate(o.dims) if any(p.dim == last for p in fate.to)]
-                if mine:
-                    self._bind(o.node, mine[0], numbers, node)
+                for dim in o.into(last)[:1]:
+                    self._bind(o.node, dim, numbers, node)
         except Mixed as error:
             self._ban([node], f"{error} ({edit.place(node)})")
 
     def _gather(self, node: Node, weights: list[Operand], last: int) -> None:
         """It cannot be cut, but its weights are, for calls of another kind."""
         cuts = {o.node: self.cut_before.get(o.node.meta["moefx"].key) for o in weights if o.node.op == "placeholder"}
-        is_cut = [cut is not None and any(p.dim == last for p in o.dims[cut.dim].to)
+        is_cut = [cut is not None and cut.dim in o.into(last)
                   for o in weights for cut in [cuts.get(o.node)]]  # fmt: skip
         if all(is_cut):
             self.plan.cuts |= cuts
@@ -271,8 +270,8 @@ class _Graph(Following):
             self.weights.setdefault((weight, dim), (numbers, reader))
             return
         found = trace(weight)
-        mine = [(o, d) for o in found or () for d, fate in enumerate(o.dims) if any(p.dim == dim for p in fate.to)]
-        if len(mine) != 1 or not is_whole(mine[0][0].dims[mine[0][1]]) or sizes_held(weight):
+        mine = [(o, d) for o in found or () for d in o.into(dim)]
+        if len(mine) != 1 or not mine[0][0].dims[mine[0][1]].is_whole or sizes_held(weight):
             raise Mixed(f"nothing is known of how its weight {weight.name} is computed")
         self._bind(mine[0][0].node, mine[0][1], numbers, reader)
 
@@ -349,8 +348,7 @@ class _Graph(Following):
         """Of what all ranks have, a rank takes the entries that meet its own."""
         for o in (o for o in operands if o.node not in self.ids):
             dim, ranks = self.entries.line(self.ids[node], node)
-            sizes = {d: expr(tensor_of(o.node).shape[d]) for d, fate in enumerate(o.dims)
-                     if any(p.dim == dim for p in fate.to)}  # fmt: skip
+            sizes = {d: expr(tensor_of(o.node).shape[d]) for d in o.into(dim)}
             mine = [d for d, size in sizes.items() if size != 1]
             if any(sizes[d] != len(ranks) for d in mine):
                 raise NotCut(f"it meets {o.node.name}, which every rank has whole ({edit.place(node)})")

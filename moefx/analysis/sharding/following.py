@@ -18,7 +18,7 @@ from moefx.ir.dims import is_reshape, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
-from moefx.ir.types import SUMS
+from moefx.ir.sums import SUMS
 
 _TOGETHER = (How.MIXED, How.REDUCED, How.CONTRACTED, How.ORDERED)
 
@@ -94,7 +94,7 @@ class Following:
         out = tensor_of(node).shape
         return all(
             fate.how in _TOGETHER
-            or (is_whole(fate) and expr(out[fate.to[0].dim]) == expr(tensor_of(o.node).shape[d]))
+            or (fate.is_whole and expr(out[fate.to[0].dim]) == expr(tensor_of(o.node).shape[d]))
             for o, d in dims
             for fate in [o.dims[d]]
         )
@@ -161,11 +161,6 @@ def every(numbers: Any) -> tuple[Tensor, ...]:
 def _has(size: Any, count: int) -> bool:
     """Whether a dim has so many entries, or, where its size is not known, has them again and again."""
     return size == count if type(size) is int else expr(size) % count == 0
-
-
-def is_whole(fate: Fate) -> bool:
-    """Whether a dim becomes one dim of the result, as it is."""
-    return fate.how is How.KEPT and len(fate.to) == 1 and fate.to[0].outer == 1
 
 
 def _where_it_goes(numbers: Tensor, fates: tuple[Fate, ...], count: int) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.sharding.entries import Entries, NotCut, moved, pieces_of, source
-from moefx.analysis.sharding.following import is_whole
 from moefx.ir import edit
 from moefx.ir.dim_arguments import hold, sizes_held
 from moefx.ir.dims import tensor_of, trace
@@ -31,7 +30,7 @@ from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
 from moefx.ir.randomness import is_random
-from moefx.ir.types import LINEAR, SUMS
+from moefx.ir.sums import ADDS, against, is_product
 from moefx.layout import Cut
 
 
@@ -185,7 +184,7 @@ class _Region:
         others = [o for o in operands if o.node not in self.ids]
         for dim in (d for d, size in enumerate(full.shape) if size > 1):
             for o in others:
-                if any(p.dim == dim for f in o.dims if f.how is not How.SHARED for p in f.to):
+                if o.into(dim, shared=False):
                     if not _is_of_weights(o.node):
                         self._fail(node, f"it reads {o.node.name}, of which every rank has all entries")
                     if full.numel() != full.shape[dim]:
@@ -210,16 +209,13 @@ class _Region:
 
     def _of_sums(self, node: Node, sums: list[Node], cut: list[Node]) -> None:
         """Partial sums stay that through linear ops alone."""
-        name = op_name(node).removesuffix("_")
-        tensors = [a for a in node.all_input_nodes if tensor_of(a) is not None]
-        scalars = [a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+        why = against(node, sums)
+        others = [a for a in node.all_input_nodes if tensor_of(a) is not None and a not in sums]
         if cut:
             self._fail(node, "partial sums meet hidden entries")
-        elif name in SUMS and not scalars:
-            self.found.shared += [(node, a) for a in tensors if a not in self.partial]
-        elif (name == "mul" and len(sums) == 1) or (name in ("truediv", "div") and sums == tensors[:1]):
-            pass
-        elif name not in LINEAR or len(tensors) > 1:
+        elif why == ADDS and others and not is_product(node):
+            self.found.shared += [(node, a) for a in others]
+        elif why or is_product(node):
             self._fail(node, "it is no linear op, and reads sums that are not complete")
         self.partial.add(node)
 
@@ -227,8 +223,8 @@ class _Region:
 
     def _bind(self, operand: Operand, dim: int, numbers: Tensor, node: Node) -> None:
         """The weight's dim that becomes dim `dim` of a node has these entries."""
-        mine = [d for d, fate in enumerate(operand.dims) if any(p.dim == dim for p in fate.to)]
-        if mine and (len(mine) > 1 or not is_whole(operand.dims[mine[0]])):
+        mine = operand.into(dim)
+        if mine and (len(mine) > 1 or not operand.dims[mine[0]].is_whole):
             self._fail(node, f"the weight {operand.node.name} has no hidden dim of its own")
         if mine:
             self._bind_dim(operand.node, mine[0], numbers, node)
@@ -247,12 +243,11 @@ class _Region:
         found = trace(weight)
         if found is None or weight.op == "placeholder":
             self._fail(reader, f"nothing is known of how its weight {weight.name} is computed")
-        mine = [(o, [d for d, fate in enumerate(o.dims) if any(p.dim == dim for p in fate.to)]) for o in found]
-        mine = [(o, dims) for o, dims in mine if dims]
+        mine = [(o, o.into(dim)) for o in found if o.into(dim)]
         if not any(o.dims[d].how is How.KEPT for o, dims in mine for d in dims):
             self._fail(weight, "it mixes the hidden entries of weights")
         for o, dims in mine:
-            if len(dims) > 1 or not (is_whole(o.dims[dims[0]]) or o.dims[dims[0]].how is How.SHARED):
+            if len(dims) > 1 or not (o.dims[dims[0]].is_whole or o.dims[dims[0]].how is How.SHARED):
                 self._fail(weight, "it mixes the hidden entries of weights")
             if o.dims[dims[0]].how is not How.SHARED:
                 self._bind_dim(o.node, dims[0], numbers, weight)
@@ -283,5 +278,5 @@ def _is_of_weights(node: Node) -> bool:
 def _stays(operand: Operand, fate: Fate, dim: int, node: Node) -> bool:
     """Whether a dim is where it was, counted from the right."""
     shift = tensor_of(node).dim() - tensor_of(operand.node).dim()
-    return is_whole(fate) and fate.to[0].dim == dim + shift and (
+    return fate.is_whole and fate.to[0].dim == dim + shift and (
         tensor_of(node).shape[dim + shift] == tensor_of(operand.node).shape[dim])  # fmt: skip

@@ -256,8 +256,7 @@ def _is_kept(operand: Operand, dim: int, shape: tuple[Size, ...]) -> bool:
     if dim >= len(given):
         return False
     fate = operand.dims[dim]
-    return fate.how is How.KEPT and len(fate.to) == 1 and fate.to[0].dim == dim and fate.to[0].outer == 1 and (
-        given[dim] == shape[dim])  # fmt: skip
+    return fate.is_whole and fate.to[0].dim == dim and given[dim] == shape[dim]
 
 
 def _width(node: Node, lead: int) -> int:

@@ -13,18 +13,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.features.dedup import runtime
-from moefx.ir.fates import MIXED, ORDERED, TAKEN, UNREAD, Operand, shape_of, stay
+from moefx.ir.factors import factors
 from moefx.ir.level import Level
 from moefx.ir.meaning import meaning
-from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes, value
+from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, free, nbytes, value
 
 
-@meaning(
-    lambda idx, num_slots, nodes, *_: (
-        idx.new_empty(idx.shape[0] * min(idx.shape[1], nodes), dtype=torch.int64),
-        idx.new_empty(nodes + num_slots, dtype=torch.int64),
-    )
-)
+@meaning("idx [T< k<], table [..~] -> [T*min(k,nodes)] int64, [nodes+num_slots] int64")
 def route_nodes(idx: Tensor, num_slots: int, nodes: int, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sort the nodes of the choices `idx` [T, K], each once per token: perm [T*W], counts [nodes + E] of rows per node
     and pairs per slot. `table` is that of `route`, with one replica.
@@ -34,19 +29,19 @@ def route_nodes(idx: Tensor, num_slots: int, nodes: int, table: Tensor | None = 
     return runtime.route_nodes(idx, num_slots, nodes, table)
 
 
-@meaning(lambda idx, perm, *_: idx.new_empty((perm.shape[0], idx.shape[1]), dtype=torch.int32))
+@meaning("idx [T? k<], perm [p], table [..~] -> [p k] int32")
 def dispatch_ids(idx: Tensor, perm: Tensor, num_slots: int, nodes: int, table: Tensor | None = None) -> Tensor:
     """The choices that a row takes along to its node: [T, K] -> [T*W, K], -1 for those of other nodes."""
     return runtime.dispatch_ids(idx, perm, num_slots, nodes, table)
 
 
-@meaning(lambda traffic, nodes, n, *_: traffic.new_empty(n, n))
+@meaning("traffic [n~ s~] -> [n n]")
 def node_traffic(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
     """What all ranks counted, [n, nodes + E] -> rows per (source, rank of the same number on a node) [n, n]."""
     return runtime.node_traffic(traffic, nodes)
 
 
-@meaning(lambda traffic, nodes, n, *_: traffic.new_empty(n, traffic.shape[1] - nodes))
+@meaning("traffic [n~ s~] -> [n s-nodes]")
 def traffic_on_nodes(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
     """The same -> rows per (rank that they crossed to, slot) [n, E]: the traffic of the nested routing."""
     return runtime.traffic_on_nodes(traffic, nodes)
@@ -67,26 +62,6 @@ def _check_nodes(node: Node) -> str | None:
     return None if slots % nodes == 0 else f"{slots} slots do not divide by {nodes} nodes"
 
 
-def _dims_of_ids(node: Node) -> list[Operand]:
-    perm = argument(node, "perm")
-    return [Operand(argument(node, "idx"), (TAKEN, ORDERED)), Operand(perm, stay(shape_of(value(perm)))),
-            *_dims_of_table(node)]  # fmt: skip
-
-
-def _dims_of_route(node: Node) -> list[Operand]:
-    return [Operand(argument(node, "idx"), (ORDERED, ORDERED)), *_dims_of_table(node)]
-
-
-def _dims_of_table(node: Node) -> list[Operand]:
-    table = argument(node, "table")
-    return [] if table is None else [Operand(table, (MIXED, MIXED))]
-
-
-def _dims_of_marker(node: Node) -> list[Operand]:
-    x, perm = node.args[:2]
-    return [Operand(x, stay(shape_of(value(x)))), Operand(perm, (UNREAD,))]
-
-
 def _read(node: Node) -> Volume:
     return Volume(hbm_bytes=nbytes(argument(node, "idx")) + nbytes(argument(node, "perm")) + nbytes(node))
 
@@ -97,17 +72,17 @@ def _sorted(node: Node) -> Volume:
 
 
 _ops, _nodes = torch.ops.moefx, "moefx.features.dedup.runtime"
-_marker = partial(define, volume=lambda node: Volume(), dims=_dims_of_marker, levels=frozenset({Level.MOE}))
+_marker = partial(define, volume=free, factors=factors("[..], [..-] -> [..]"), levels=frozenset({Level.MOE}))
 _traffic = partial(define, volume=lambda node: Volume(hbm_bytes=nbytes(node)), drawn="routing", again=False,
                    stage=Stage.COUNTS, along=Along("I", "I"))  # fmt: skip
 define(
-    _ops.route_nodes.default, volume=_sorted, drawn="routing", check=_check_nodes, dims=_dims_of_route, again=False,
-    per_token=("idx",), tokens=Tokens(gives=("perm", "counts"), rule="routing", chosen="idx"),
+    _ops.route_nodes.default, volume=_sorted, drawn="routing", check=_check_nodes, again=False,
+    tokens=Tokens(gives=("perm", "counts"), rule="routing", chosen="idx"),
     runtime=f"{_nodes}.route_nodes(idx, num_slots, nodes, table)",
 )  # fmt: skip
 define(
-    _ops.dispatch_ids.default, volume=_read, drawn="routing", check=_check_nodes, dims=_dims_of_ids, again=False,
-    per_token=("idx",), tokens=Tokens({"perm": "perm"}, "sorted", moves=True),
+    _ops.dispatch_ids.default, volume=_read, drawn="routing", check=_check_nodes, again=False,
+    tokens=Tokens({"perm": "perm"}, "sorted", moves=True),
     runtime=f"{_nodes}.dispatch_ids(idx, perm, num_slots, nodes, table)",
 )  # fmt: skip
 _traffic(

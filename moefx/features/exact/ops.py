@@ -19,7 +19,7 @@ from moefx.features.exact import calibration, transport
 from moefx.features.exact.rules import of_loads
 from moefx.ir import world
 from moefx.ir.meaning import meaning
-from moefx.ir.op import VALUES, Along, Stage, Tokens, Volume, define, nbytes
+from moefx.ir.op import VALUES, Along, Stage, Tokens, Volume, define, free, nbytes
 from moefx.ir.redistribute import redistribute
 from moefx.placement import tables
 
@@ -115,13 +115,13 @@ redistribute(
             "learner=learner)",
 )  # fmt: skip
 _planned(
-    _ops.plan_exact.default, volume=lambda node: Volume(),
+    _ops.plan_exact.default, volume=free,
     tokens=Tokens({"loads": "loads", "homes": "moves"}, ("moves", "plan")),
     runtime=f"{_runtime}.plan_exact(session, loads, homes, room=room, spare=spare, per_node=per_node, "
             "learner=learner)",
 )  # fmt: skip
 _planned(
-    _ops.plan_calibrated.default, volume=lambda node: Volume(),
+    _ops.plan_calibrated.default, volume=free,
     tokens=Tokens({"loads": "loads", "moves": "moves"}, ("moves", "plan", "added")),
     runtime=f"{_runtime}.plan_calibrated(session, loads, moves, room=room, spare=spare, per_node=per_node, "
             "learner=learner)",
@@ -136,7 +136,7 @@ _planned(
     runtime=f"{_runtime}.planned_quota(session, rows, chunk=chunk, axis=axis)",
 )  # fmt: skip
 _planned(
-    _ops.planned_traffic.default, volume=lambda node: Volume(), along=Along("I", "I", of="rows"),
+    _ops.planned_traffic.default, volume=free, along=Along("I", "I", of="rows"),
     tokens=Tokens({"rows": "plan", "moves": "moves", "counts": "counts"}, "host"),
     runtime=f"{_runtime}.planned_traffic(session, moves, rows, chunk=chunk, slots=slots, axis=axis)",
 )  # fmt: skip

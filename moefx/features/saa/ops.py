@@ -79,7 +79,7 @@ def _check_phase(node) -> str | None:
 _ops, _runtime = torch.ops.moefx, "moefx.features.saa.runtime"
 define(
     _ops.return_phase.default, volume=_volume, check=_check_phase, along=MOVED, stage=Stage.BACK,
-    axes_of=lambda node: argument(node, "axis"), collective="all_to_all", payload="x", sent=_sent,
+    collective="all_to_all", payload="x", sent=_sent,
     workspace=nbytes,
     tokens=Tokens({"sizes": "capacities"}, rule="block", moves=True),
     runtime=f"{_runtime}.return_phase_start(session, x, sizes, axis=axis, expert_dim=expert_dim, row_dim=row_dim, "

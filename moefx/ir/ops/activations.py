@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from moefx.ir.fates import TAKEN, Operand, shape_of, stay
 from moefx.ir.meaning import meaning, sized
-from moefx.ir.op import Volume, argument, define, nbytes, value
+from moefx.ir.op import argument, define, value
 
 _aten = torch.ops.aten
 KINDS = ("swiglu", "geglu", "geglu_tanh", "clamped")
@@ -88,10 +88,6 @@ def _check(node: Node) -> str | None:
     return None if numbers == [kind == "clamped"] * 2 else f"{kind} has a limit or alpha that it must not, or has none"
 
 
-def _moves(node: Node) -> Volume:
-    return Volume(hbm_bytes=sum(map(nbytes, node.all_input_nodes)) + nbytes(node))
-
-
 def _dims(node: Node) -> list[Operand]:
     """Rows keep their places; of gates and ups in one tensor, those of a rank do, each for itself."""
     halves = argument(node, "halves")
@@ -103,10 +99,10 @@ def _dims(node: Node) -> list[Operand]:
 
 _ops = torch.ops.moefx
 define(
-    _ops.gated.default, volume=_moves, check=_check, dims=_dims, fresh=True, lean=True,
+    _ops.gated.default, check=_check, dims=_dims, fresh=True, lean=True,
     runtime="moefx.runtime.glu.gated(halves, kind, interleaved=interleaved, limit=limit, alpha=alpha)",
 )  # fmt: skip
 define(
-    _ops.gated_backward.default, volume=_moves, check=_check, dims=_dims, fresh=True, lean=True,
+    _ops.gated_backward.default, check=_check, dims=_dims, fresh=True, lean=True,
     runtime="moefx.runtime.glu.gated_backward(grad, halves, kind, interleaved=interleaved, limit=limit, alpha=alpha)",
 )  # fmt: skip

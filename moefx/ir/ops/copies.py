@@ -8,28 +8,21 @@ sum. (Parm's baseline; section 3.1.)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from moefx.ir.fates import Operand, shape_of, stay
 from moefx.ir.meaning import meaning
-from moefx.ir.op import Along, Volume, argument, define, nbytes, value
+from moefx.ir.op import Along, argument, define
 
 
-def _alike(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@meaning(_alike, gradient=lambda grad, x, n, axis, scale: common_copy(grad, n, axis, scale * n))
+@meaning("x [..] -> [..]", gradient=lambda grad, x, n, axis, scale: common_copy(grad, n, axis, scale * n))
 def own_copy(x: Tensor, n: int, axis: str, scale: float = 1.0) -> Tensor:
     """What all n ranks along an axis have, as this rank's copy of n; the transpose of `common_copy` gives each copy a
     share, by `scale` 1/n."""
     return _scaled(x, scale)
 
 
-@meaning(_alike, gradient=lambda grad, x, n, axis, scale: own_copy(grad, n, axis, scale / n))
+@meaning("x [..] -> [..]", gradient=lambda grad, x, n, axis, scale: own_copy(grad, n, axis, scale / n))
 def common_copy(x: Tensor, n: int, axis: str, scale: float = 1.0) -> Tensor:
     """A copy that all n ranks along an axis have alike; as the transpose of `own_copy` the sum of all, by `scale` n."""
     return _scaled(x, scale)
@@ -46,9 +39,7 @@ def _define(op, along, transposed):
         return None if scale in wanted else f"{n} copies are scaled by {scale}, not by {wanted[0]} or {wanted[1]}"
 
     define(
-        op, volume=lambda node: Volume(hbm_bytes=2 * nbytes(node)), check=check, along=along, fresh=True,
-        dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))], drawn="routing",
-        runtime="moefx.runtime.kernels.scaled(x, scale)",
+        op, check=check, along=along, fresh=True, drawn="routing", runtime="moefx.runtime.kernels.scaled(x, scale)",
     )  # fmt: skip
 
 

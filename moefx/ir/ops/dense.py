@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.fates import MIXED, Operand, shape_of, stay
+from moefx.ir.factors import factors
 from moefx.ir.level import Level
-from moefx.ir.meaning import meaning, sized
-from moefx.ir.op import Along, Volume, argument, define, value
+from moefx.ir.meaning import meaning
+from moefx.ir.op import Along, argument, define, free, value
 from moefx.ir.redistribute import redistribute
 from moefx.layout import padded, part_of
 
@@ -39,7 +39,7 @@ def vary(x: Tensor, axis: str) -> Tensor:
     return _Vary.apply(x, axis)
 
 
-@meaning(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format), gradient=lambda grad, *_: grad)
+@meaning("x [..] -> [..]", gradient=lambda grad, *_: grad)
 def sum_parts(x: Tensor, axis: str) -> Tensor:
     """The sum over the ranks along an axis, the same on all of them, who read it alike: the gradient of every rank's
     part is that of the sum."""
@@ -47,7 +47,7 @@ def sum_parts(x: Tensor, axis: str) -> Tensor:
 
 
 @meaning(
-    lambda x, dim, pieces, n, axis: sized(x, dim, x.shape[dim] // n),
+    "x [.. dim~ ..] -> [.. dim//n ..]",
     gradient=lambda back, x, *how: own_part_backward(back.contiguous(), *how),
 )
 def own_part(x: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> Tensor:
@@ -59,7 +59,7 @@ def own_part(x: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> T
 
 
 @meaning(
-    lambda grad, dim, pieces, n, axis: sized(grad, dim, grad.shape[dim] * n),
+    "grad [.. dim~ ..] -> [.. dim*n ..]",
     gradient=lambda back, grad, *how: own_part(back, *how),
 )
 def own_part_backward(grad: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> Tensor:
@@ -75,28 +75,19 @@ def _divides(node) -> str | None:
     return f"dim {dim} of size {size} is not {'+'.join(map(str, pieces))}, each of which divides over {n} ranks"
 
 
-def _all_but_one(node) -> list[Operand]:
-    x, dim = node.args[:2]
-    return [Operand(x, stay(shape_of(value(x)), {dim: MIXED}))]
-
-
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
 _LEVELS = frozenset({Level.MOE, Level.PLACED})
-define(
-    vary, volume=lambda node: Volume(), levels=_LEVELS, along=Along("I", "R"),
-    dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
-)  # fmt: skip
+define(vary, volume=free, levels=_LEVELS, along=Along("I", "R"), factors=factors("x [..] -> [..]"))
 redistribute(
     _ops.sum_parts.default, "P", "I", levels=_LEVELS, of_user=True,
-    dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
     runtime=f"{_runtime}.sum_parts_start(session, x, axis=axis, owned=is_owned)",
 )  # fmt: skip
 redistribute(
-    _ops.own_part.default, "R", "V", dim="dim", check=_divides, dims=_all_but_one,
+    _ops.own_part.default, "R", "V", dim="dim", check=_divides,
     is_view=lambda call: len(argument(call, "pieces")) == 1,
     runtime=f"{_runtime}.own_part(session, x, dim=dim, pieces=pieces, axis=axis)",
 )  # fmt: skip
 redistribute(
-    _ops.own_part_backward.default, "V", "P", dims=_all_but_one,
+    _ops.own_part_backward.default, "V", "P",
     runtime=f"{_runtime}.own_part_backward(session, grad, dim=dim, pieces=pieces, axis=axis)",
 )  # fmt: skip

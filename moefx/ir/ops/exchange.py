@@ -13,12 +13,12 @@ from torch import Tensor
 
 from moefx.ir import world
 from moefx.ir.meaning import fresh_size, meaning, sized
-from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, value
+from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, copied, define, expr, free, nbytes, value
 from moefx.ir.redistribute import redistribute
 from moefx.transport.algorithms import group_of
 
 
-@meaning(lambda counts, n, *_: counts.new_empty(n, counts.shape[0]))
+@meaning("counts [s~] -> [n s]")
 def exchange_counts(counts: Tensor, n: int, axis: str) -> Tensor:
     """All-gather of every rank's rows per global slot: [n*S] -> traffic [n, n*S]; row r is what rank r sends."""
     return world.current().all_gather(counts, axis).view(n, -1)
@@ -43,7 +43,7 @@ def sent_rows(host: Tensor, balanced: int, n: int, axis: str) -> int:
     return sum(_send(host, n, axis))
 
 
-@meaning(lambda traffic, n, *_: traffic.new_empty(traffic.shape[1] // n))
+@meaning("traffic [n~ s~] -> [s//n]")
 def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
     """Rows per slot of this rank, over all sources: [n, n*S] -> [S]."""
     me = world.current().coordinate(axis)
@@ -51,7 +51,7 @@ def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
 
 
 @meaning(
-    lambda rows, host, out_rows, *_: sized(rows, 0, out_rows),
+    "rows [r~ ..], host [..~] -> [out_rows ..]",
     gradient=lambda grad, rows, host, _, n, axis, reverse, *part: all_to_all(
         grad.contiguous(), host, rows.shape[0], n, axis, not reverse, *part
     ),
@@ -135,7 +135,7 @@ def all_to_all_capacity(
     return torch.cat([p.view(s) for p, s in zip(moved.split(counts), shapes)], row_dim)
 
 
-@meaning(lambda grad, *_: grad.new_empty(grad.shape))
+@meaning("grad [..] -> [..]")
 def reduce_gradient(grad: Tensor, axes: str, scale: float, param: int) -> Tensor:
     """The transpose of `materialize`: sum over the ranks of `axes`, times `scale`. `param` is the input's index."""
     return world.current().all_reduce(grad * scale, axes)
@@ -150,7 +150,7 @@ def reduce_gradients(grads: list[Tensor], axes: str, scale: float, inputs: list[
     return [world.current().all_reduce(grad * scale, axes) for grad in grads]
 
 
-@meaning(lambda old, new, *_: new.new_empty(new.shape))
+@meaning("old [..], new [..] -> [..] new")
 def sum_statistic(old: Tensor, new: Tensor, axes: str) -> Tensor:
     """A routing statistic that every rank changed by its own tokens: `old + sum over ranks of (new - old)`."""
     return old + world.current().all_reduce(new - old, axes)
@@ -164,14 +164,6 @@ def _send(host: Tensor, n: int, axis: str) -> list[int]:
 def _receive(host: Tensor, n: int, axis: str) -> list[int]:
     me = world.current().coordinate(axis)
     return torch.as_tensor(host).view(n, n, -1)[:, me].sum(1).tolist()
-
-
-def _axis(node) -> str:
-    return argument(node, "axis")
-
-
-def _axes(node) -> str:
-    return argument(node, "axes")
 
 
 def _leaving(node, payload) -> Volume:
@@ -205,10 +197,6 @@ def _blocks(node) -> Volume:
 
 def _small(node) -> Volume:
     return Volume(hbm_bytes=nbytes(node.args[0]))
-
-
-def _copied(node) -> Volume:
-    return Volume(hbm_bytes=2 * nbytes(node))
 
 
 def _check_part(node):
@@ -246,7 +234,7 @@ def way(call) -> Stage:
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
 _size = partial(define, again=False, drawn="routing")  # what must not come out otherwise in the backward
 _counted = partial(define, again=False, stage=Stage.COUNTS)
-_exchange = partial(define, along=MOVED, axes_of=_axis, collective="all_to_all", stage=way)
+_exchange = partial(define, along=MOVED, collective="all_to_all", stage=way)
 _count = partial(redistribute, again=False, stage=Stage.COUNTS)
 _count(
     _ops.exchange_counts.default, "V", "I", tokens=Tokens({"counts": "counts"}, "traffic"),
@@ -258,12 +246,12 @@ _counted(
     runtime=f"{_runtime}.counts_to_host_start(session, traffic, axis=axis, learner=learner)",
 )  # fmt: skip
 _size(
-    _ops.received_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
+    _ops.received_rows.default, volume=free, along=Along("I", "V", dim=None),
     tokens=Tokens({"host": "host"}, "received"),
     runtime="getattr(host, 'num_received')",
 )  # fmt: skip
 _size(
-    _ops.sent_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
+    _ops.sent_rows.default, volume=free, along=Along("I", "V", dim=None),
     tokens=Tokens({"host": "host"}, "sent"),
     runtime="getattr(host, 'num_sent')",
 )  # fmt: skip
@@ -280,7 +268,7 @@ _exchange(
             "axis=axis, region=region, reverse=reverse, num_rows=out_rows, over=over, m=m)",
 )  # fmt: skip
 define(
-    _ops.regroup.default, volume=_copied, along=MOVED, drawn="routing",
+    _ops.regroup.default, volume=copied, along=MOVED, drawn="routing",
     is_view=lambda call: value(argument(call, "host")).shape[1] == argument(call, "n"),
     tokens=Tokens({"host": "host", "rows": "source"}, "slot", moves=True),
     runtime=f"{_runtime}.regroup(rows, host, reverse=reverse)",
@@ -291,7 +279,7 @@ _count(
     runtime=f"{_runtime}.exchange_sizes_start(session, step_state, size, axis=axis, region=region, fixed=is_fixed)",
 )  # fmt: skip
 _size(
-    _ops.total_size.default, volume=lambda node: Volume(), tokens=Tokens({"sizes": "capacities"}, "capacity sum"),
+    _ops.total_size.default, volume=free, tokens=Tokens({"sizes": "capacities"}, "capacity sum"),
     runtime="sum(sizes)",
 )  # fmt: skip
 _exchange(
@@ -301,17 +289,17 @@ _exchange(
             "row_dim=row_dim, region=region, reverse=reverse)",
 )  # fmt: skip
 redistribute(
-    _ops.reduce_gradient.default, "P", "I", axes_of=_axes, stage=Stage.GRADIENT,
+    _ops.reduce_gradient.default, "P", "I", stage=Stage.GRADIENT,
     runtime="moefx.runtime.gradients.reduce_gradient_start(session, step_state, grad, axes=axes, scale=scale, "
             "name=input_name, owned=is_owned)",
 )  # fmt: skip
 redistribute(
-    _ops.reduce_gradients.default, "P", "I", of="grads", axes_of=_axes, stage=Stage.GRADIENT, check=_check_bucket,
+    _ops.reduce_gradients.default, "P", "I", of="grads", stage=Stage.GRADIENT, check=_check_bucket,
     workspace=nbytes, at_wait=lambda node: sympy.S.Zero, under_way=lambda node: -nbytes(node),  # what it reads is free
     runtime="moefx.runtime.gradients.reduce_gradients_start(session, step_state, grads, axes=axes, scale=scale, "
             "names=input_names)",
 )  # fmt: skip
 redistribute(
-    _ops.sum_statistic.default, "P", "I", of="new", axes_of=_axes, stage=Stage.STATISTIC, again=False,
+    _ops.sum_statistic.default, "P", "I", of="new", stage=Stage.STATISTIC, again=False,
     runtime=f"{_runtime}.sum_statistic_start(session, old, new, axes=axes)",
 )  # fmt: skip

@@ -22,7 +22,7 @@ def _given(kind, x, weights, gate_up, down, perm, *_):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(perm.shape[0], gate_up.shape[1])
 
 
-@meaning(_given)
+@meaning(_given, dims="x [T~ ..~], weights [T~ ..~], gate_up [..~], down [..~], perm [..~], counts [..~] -> [T ..]")
 def expert_layer(
     kind: str, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, perm: Tensor, counts: Tensor,
     interleaved: bool, limit: float | None, alpha: float | None,
@@ -38,7 +38,11 @@ def expert_layer(
     return combine(grouped_linear(hidden, down, counts, False), perm, k, weights), gates
 
 
-@meaning(lambda grad, kind, *given: tuple(each.new_empty(each.shape) for each in given[:4]))
+@meaning(
+    lambda grad, kind, *given: tuple(each.new_empty(each.shape) for each in given[:4]),
+    dims="x [T~ ..~], weights [T~ ..~], grad [..~], gate_up [..~], down [..~], perm [..~], counts [..~], gates [..~] "
+         "-> [T ..]",
+)
 def expert_layer_backward(
     grad: Tensor, kind: str, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, perm: Tensor, counts: Tensor,
     gates: Tensor, interleaved: bool, limit: float | None, alpha: float | None,
@@ -109,7 +113,7 @@ def _space(node: Node) -> sympy.Expr:
 _ops = torch.ops.moefx
 _HOW = "interleaved=interleaved, limit=limit, alpha=alpha)"
 _OF_LAYER = {"volume": _moves, "check": _check, "gemm": _product, "workspace": _space, "fresh": True,
-             "per_token": ("x", "weights"), "tokens": Tokens({"perm": "perm", "counts": "slots"})}  # fmt: skip
+             "tokens": Tokens({"perm": "perm", "counts": "slots"})}  # fmt: skip
 define(
     _ops.expert_layer.default, **_OF_LAYER,
     runtime=f"moefx.runtime.expert_layer.expert_layer(x, weights, gate_up, down, perm, counts, kind, {_HOW}",

@@ -61,7 +61,7 @@ def grouped_wgrad(rows: Tensor, grad: Tensor, counts: Tensor, transposed: bool, 
 
 
 @meaning(
-    lambda param, counts, num_rows: sized(param, 0, num_rows),
+    "param [s? ..], counts [s~] -> [num_rows ..]",
     gradient=lambda grad, param, counts, _: expert_rows_backward(grad, counts),
 )
 def expert_rows(param: Tensor, counts: Tensor, num_rows: int) -> Tensor:
@@ -72,7 +72,7 @@ def expert_rows(param: Tensor, counts: Tensor, num_rows: int) -> Tensor:
     return out
 
 
-@meaning(lambda grad, counts: sized(grad, 0, counts.shape[0]))
+@meaning("grad [r~ ..], counts [s~] -> [s ..]")
 def expert_rows_backward(grad: Tensor, counts: Tensor) -> Tensor:
     """Sum of the rows of every slot: [R, ...] -> [S, ...]."""
     chunks = grad[: int(counts.sum())].split(counts.tolist())
@@ -140,11 +140,6 @@ def _gemm(node) -> Volume:
     )
 
 
-def _moves(node) -> Volume:
-    read = sum((nbytes(a) for a in node.all_input_nodes if isinstance(value(a), torch.Tensor)), start=0)
-    return Volume(hbm_bytes=read + nbytes(node))
-
-
 def _product(node) -> Gemm:
     """Per slot: [rows, I] by [I, O]."""
     out = value(node)
@@ -179,11 +174,6 @@ def _dims_of_linear(node: Node) -> list[Operand]:
     return found if bias is None else [*found, Operand(bias, (TAKEN, kept(last, shape_of(value(bias))[1])))]
 
 
-def _dims_of_rows(node: Node) -> list[Operand]:
-    param, counts = argument(node, "param"), argument(node, "counts")
-    return [Operand(param, stay(shape_of(value(param)), {0: TAKEN})), Operand(counts, (MIXED,))]
-
-
 def _adds_apart(node: Node) -> bool:
     """Whether results of products are added to what was there, or biases to them, by an op of their own: those of
     torch's grouped product (`runtime.grouped.PROVIDERS`) are."""
@@ -205,11 +195,10 @@ define(
     runtime="moefx.runtime.grouped.grouped_wgrad(rows, grad, counts, transposed=transposed, out=base)",
 )  # fmt: skip
 define(
-    _ops.expert_rows.default, volume=_moves, dims=_dims_of_rows, levels=_JOINED,
-    tokens=Tokens({"counts": "slots"}, "slot"),
+    _ops.expert_rows.default, levels=_JOINED, tokens=Tokens({"counts": "slots"}, "slot"),
     runtime="moefx.runtime.kernels.expert_rows(param, counts, num_rows)",
 )  # fmt: skip
 define(
-    _ops.expert_rows_backward.default, volume=_moves, tokens=Tokens({"counts": "slots", "grad": "slot"}),
+    _ops.expert_rows_backward.default, tokens=Tokens({"counts": "slots", "grad": "slot"}),
     runtime="moefx.runtime.kernels.expert_rows_backward(grad, counts)",
 )  # fmt: skip

@@ -23,7 +23,7 @@ from moefx.ir.redistribute import redistribute
 
 
 @meaning(
-    lambda x, sizes, total, dim, *_: sized(x, dim, total),
+    "x [.. dim~ ..], sizes [..~] -> [.. total ..]",
     gradient=lambda grad, x, sizes, total, dim, *how: scatter_rows(grad, sizes, x.shape[dim], dim, *how),
 )
 def gather_rows(x: Tensor, sizes: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
@@ -31,7 +31,7 @@ def gather_rows(x: Tensor, sizes: Tensor, total: int, dim: int, n: int, axis: st
     return world.current().all_gather(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim).contiguous()
 
 
-@meaning(lambda x, sizes, size, dim, *_: sized(x, dim, size))
+@meaning("x [.. dim~ ..], sizes [..~] -> [.. size ..]")
 def scatter_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
     """The transpose of `gather_rows`: the sum over the ranks of this rank's rows, [.., T, ..] -> [.., size, ..]."""
     here = world.current()
@@ -39,7 +39,7 @@ def scatter_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: st
 
 
 @meaning(
-    lambda x, sizes, size, dim, *_: sized(x, dim, size),
+    "x [.. dim~ ..], sizes [..~] -> [.. size ..]",
     gradient=lambda grad, x, sizes, total, dim, *how: keep_rows_backward(grad, sizes, x.shape[dim], dim, *how),
 )
 def keep_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
@@ -47,7 +47,7 @@ def keep_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: str) 
     return _own(x, sizes, dim, world.current().coordinate(axis)).clone()
 
 
-@meaning(lambda grad, sizes, total, dim, *_: sized(grad, dim, total))
+@meaning("grad [.. dim~ ..], sizes [..~] -> [.. total ..]")
 def keep_rows_backward(grad: Tensor, sizes: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
     """The transpose of `keep_rows`: zeros for the rows of others."""
     out = grad.new_zeros((*grad.shape[:dim], total, *grad.shape[dim + 1 :]))
@@ -56,7 +56,7 @@ def keep_rows_backward(grad: Tensor, sizes: Tensor, total: int, dim: int, n: int
 
 
 @meaning(
-    lambda rows, *_: torch.empty_like(rows, memory_format=torch.contiguous_format),
+    "rows [..], counts [..~] -> [..]",
     gradient=lambda grad, rows, *how: sum_rows(grad, *how),
 )
 def sum_rows(rows: Tensor, counts: Tensor | None, expert_dim: int, axis: str) -> Tensor:
@@ -66,7 +66,7 @@ def sum_rows(rows: Tensor, counts: Tensor | None, expert_dim: int, axis: str) ->
 
 
 @meaning(
-    lambda x, sizes, out_rows, row_dim, *_: sized(x, row_dim, out_rows),
+    "x [.. row_dim~ ..], sizes [..~] -> [.. out_rows ..]",
     gradient=lambda grad, x, sizes, total, dim, *how: scatter_parts(grad, sizes, x.shape[dim], dim, *how),
 )
 def gather_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, axis: str) -> Tensor:
@@ -77,7 +77,7 @@ def gather_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, 
 
 
 @meaning(
-    lambda x, sizes, out_rows, row_dim, *_: sized(x, row_dim, out_rows),
+    "x [.. row_dim~ ..], sizes [..~] -> [.. out_rows ..]",
     gradient=lambda grad, x, sizes, total, dim, *how: gather_parts(grad, sizes, x.shape[dim], dim, *how),
 )
 def scatter_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, axis: str) -> Tensor:

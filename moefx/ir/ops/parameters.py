@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.fates import Operand, shape_of, stay
+from moefx.ir.factors import factors
 from moefx.ir.level import Level
 from moefx.ir.meaning import meaning, sized
-from moefx.ir.op import Along, Volume, argument, define, nbytes, value
+from moefx.ir.op import Along, Volume, argument, define, free, nbytes
 from moefx.ir.redistribute import redistribute
 
 
@@ -91,9 +91,9 @@ def own_experts_backward(grad: Tensor, n: int, axis: str, table: Tensor | None =
 
 _ops = torch.ops.moefx
 define(
-    materialize, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}), along=Along("I", "R"),
-    dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
-)  # fmt: skip
+    materialize, volume=free, levels=frozenset({Level.PLACED}), along=Along("I", "R"),
+    factors=factors("param [..] -> [..]"),
+)
 redistribute(
     _ops.own_experts.default, "R", "V",
     volume=lambda node: Volume(hbm_bytes=0 if argument(node, "table") is None else 2 * nbytes(node)),

@@ -144,8 +144,7 @@ def _check(node: Any) -> str | None:
 
 
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.gather_experts"
-_move = partial(define, volume=_moved, along=MOVED, check=_check, payload=_sent, collective="all_to_all",
-                axes_of=lambda node: argument(node, "axis"))  # fmt: skip
+_move = partial(define, volume=_moved, along=MOVED, check=_check, payload=_sent, collective="all_to_all")
 _move(
     _ops.gather_experts.default, stage=Stage.WEIGHTS,
     is_view=lambda call: argument(call, "dtype") is None and all(each.op == "placeholder" for each in _given(call)),

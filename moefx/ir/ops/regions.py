@@ -10,11 +10,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
-from moefx.ir.fates import UNREAD, Operand, shape_of, stay
+from moefx.ir.factors import factors
 from moefx.ir.level import Level
-from moefx.ir.op import Tokens, Volume, define, value
+from moefx.ir.op import Tokens, define, free
 
 CHUNKED = "chunked"
 """Key of meta: a node splits what a region in chunks reads, or puts its results together. The region's number."""
@@ -44,14 +43,8 @@ def stack_experts(params: list[Tensor]) -> Tensor:
     return torch.stack(params)
 
 
-def _dims_of_marker(node: Node) -> list[Operand]:
-    """The identity; of other tensors, the counts, no entry is read."""
-    x, *others = [a for a in node.args if isinstance(a, Node)]
-    return [Operand(x, stay(shape_of(value(x)))), *(Operand(a, (UNREAD,) * value(a).dim()) for a in others)]
-
-
-_marker = partial(define, volume=lambda node: Volume(), dims=_dims_of_marker, levels=frozenset({Level.MOE}))
+_marker = partial(define, volume=free, factors=factors("[..], [..-] -> [..]"), levels=frozenset({Level.MOE}))
 _marker(enter_experts, tokens=Tokens({"counts": "counts", "x": "sorted"}, "inside", moves=True, or_blocks=True))
 _marker(leave_experts, tokens=Tokens({"counts": "counts", "x": "inside"}, "sorted", moves=True, or_blocks=True))
 _marker(expert_parameter)
-_marker(stack_experts, dims=None, levels=frozenset({Level.CAPTURED, Level.MOE}))
+_marker(stack_experts, factors=None, levels=frozenset({Level.CAPTURED, Level.MOE}))

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefx.ir.fates import MIXED, ORDERED, TAKEN, Operand, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.meaning import meaning, sized
-from moefx.ir.op import Tokens, Volume, argument, define, expr, known_same, nbytes, numel, value
+from moefx.ir.op import Tokens, Volume, argument, define, expr, known_same, moves, nbytes, numel, value
 from moefx.placement.tables import BITS
 
 
@@ -24,7 +23,8 @@ from moefx.placement.tables import BITS
     lambda idx, num_slots, *_: (
         idx.new_empty(idx.numel(), dtype=torch.int64),
         idx.new_empty(num_slots, dtype=torch.int64),
-    )
+    ),
+    dims="idx [T< k<], table [..~], quota [..~] -> [p]",
 )
 def route(
     idx: Tensor, num_slots: int, table: Tensor | None = None, quota: Tensor | None = None
@@ -71,7 +71,7 @@ def _check_route(node):
     return None
 
 
-@meaning(lambda idx, ends: torch.empty_like(ends))
+@meaning("idx [..~], ends [e~ p~] -> [e p] ends")
 def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
     """How many of this rank's rows go to each slot of an expert: the `quota` [E, P] of `route`, by shares. Of the c
     rows of expert e in `idx` [T, K], slot p gets those from `ends[e, p - 1] * c >> BITS` to `ends[e, p] * c >> BITS`
@@ -81,7 +81,7 @@ def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
     return (ends * counts[:, None] >> BITS).diff(dim=1, prepend=ends.new_zeros(experts, 1))
 
 
-@meaning(lambda traffic, table: sized(traffic, 1, table.shape[0]))
+@meaning("traffic [n s~], table [e p~] -> [n e]")
 def expert_load(traffic: Tensor, table: Tensor) -> Tensor:
     """Rows per expert that every rank sends: traffic [n, N] -> [n, E], over all slots of an expert."""
     return torch.where(table >= 0, traffic[:, table], 0).sum(2)
@@ -89,6 +89,7 @@ def expert_load(traffic: Tensor, table: Tensor) -> Tensor:
 
 @meaning(
     lambda x, perm, k, rows=None: sized(x, 0, perm.shape[0] if rows is None else rows),
+    dims="x [T? ..], perm [p] -> [p ..]",
     gradient=lambda grad, x, perm, k, _: combine(grad, perm, k),
 )
 def dispatch(x: Tensor, perm: Tensor, k: int, rows: int | None = None) -> Tensor:
@@ -102,7 +103,7 @@ def _combined(rows, perm, k, weights=None):
     return rows.new_empty((perm.shape[0] // k, *rows.shape[1:]), dtype=dtype)
 
 
-@meaning(_combined)
+@meaning(_combined, dims="rows [p~ ..], perm [p~], weights [T~ k~] -> [T ..]")
 def combine(rows: Tensor, perm: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """Back to token order, summed over the choices: [T*K, ...] -> [T, ...], each row times `weights` [T, K] if given.
 
@@ -132,7 +133,7 @@ def combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, perm: Tensor, 
 
 
 @meaning(
-    lambda choices, perm: choices.new_empty(perm.shape[0]),
+    "choices [T? k?], perm [p] -> [p]",
     gradient=lambda grad, choices, perm: collect_choices(grad, perm, choices.shape[1]),
 )
 def dispatch_choices(choices: Tensor, perm: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def dispatch_choices(choices: Tensor, perm: Tensor) -> Tensor:
     return choices.reshape(-1)[perm]
 
 
-@meaning(lambda values, perm, k: values.new_empty((perm.shape[0] // k, k)))
+@meaning("values [p?], perm [p~] -> [p//k k]")
 def collect_choices(values: Tensor, perm: Tensor, k: int) -> Tensor:
     """The transpose of `dispatch_choices`: [T*K] -> [T, K]."""
     out = torch.empty_like(values)
@@ -148,20 +149,20 @@ def collect_choices(values: Tensor, perm: Tensor, k: int) -> Tensor:
     return out.view(-1, k)
 
 
-@meaning(lambda x, num_classes: x.new_empty((*x.shape, num_classes), dtype=torch.int64))
+@meaning("x [..] -> [.. num_classes] int64")
 def one_hot(x: Tensor, num_classes: int) -> Tensor:
     """`torch.nn.functional.one_hot`, whose number of classes may be symbolic here: a capacity that follows from the
     batch would otherwise be baked into the program."""
     return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
 
 
-@meaning(lambda x: torch.empty_like(x))
+@meaning(torch.empty_like, dims="x [..] -> [..]")
 def listed(x: Tensor) -> Tensor:
     """`x.tolist()` [N] while a model is captured; x takes its place once it is known to be read as indices alone."""
     return x.clone()
 
 
-@meaning(lambda x, num_classes: x.new_empty(num_classes, dtype=torch.int64))
+@meaning("x [..~] -> [num_classes] int64")
 def bincount(x: Tensor, num_classes: int) -> Tensor:
     """`torch.bincount(x, minlength=num_classes)`, whose result would have a size known only from data.
 
@@ -191,15 +192,8 @@ def _combine_backward(ctx, grad):
 combine.register_autograd(_combine_backward, setup_context=_setup_combine)  # it keeps rows only if it weighs them
 
 
-def _moves(node) -> Volume:
-    """Read every input and write every output once."""
-    outputs = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
-    read = sum((nbytes(a) for a in node.all_input_nodes if isinstance(value(a), torch.Tensor)), start=0)
-    return Volume(hbm_bytes=read + sum(nbytes(o) for o in outputs))
-
-
 def _weighted(node) -> Volume:
-    return Volume(flops=2 * numel(argument(node, "rows")), hbm_bytes=_moves(node).hbm_bytes)
+    return Volume(flops=2 * numel(argument(node, "rows")), hbm_bytes=moves(node).hbm_bytes)
 
 
 def _to_combine(node: Node) -> sympy.Expr:
@@ -220,68 +214,31 @@ def _to_weigh(node: Node) -> sympy.Expr:
     return numel(rows) * torch.promote_types(value(rows).dtype, value(argument(node, "grad")).dtype).itemsize
 
 
-def _dims_of_route(node: Node) -> list[Operand]:
-    return [Operand(argument(node, "idx"), (ORDERED, ORDERED)), *_mixed(node, "table", "quota")]
-
-
-def _dims_of_shares(node: Node) -> list[Operand]:
-    return _mixed(node, "idx", "ends")
-
-
-def _mixed(node: Node, *names: str) -> list[Operand]:
-    given = [argument(node, name) for name in names]
-    return [Operand(each, (MIXED,) * value(each).dim()) for each in given if each is not None]
-
-
-def _dims_of_dispatch(node: Node) -> list[Operand]:
-    x = argument(node, "x")
-    return [Operand(x, stay(shape_of(value(x)), {0: TAKEN})), _dims_of_perm(node)]
-
-
-def _dims_of_choices(node: Node) -> list[Operand]:
-    return [Operand(argument(node, "choices"), (TAKEN, TAKEN)), _dims_of_perm(node)]
-
-
-def _dims_of_perm(node: Node) -> Operand:
-    """Of some of the pairs, the rows of these."""
-    perm = argument(node, "perm")
-    return Operand(perm, stay(shape_of(value(perm))))
-
-
-def _dims_of_combine(node: Node) -> list[Operand]:
-    rows, perm, weights = (argument(node, name) for name in ("rows", "perm", "weights"))
-    found = [Operand(rows, stay(shape_of(value(rows)), {0: MIXED})), Operand(perm, (MIXED,))]
-    return found if weights is None else [*found, Operand(weights, (MIXED, MIXED))]
-
-
 _ops, _kernels = torch.ops.moefx, "moefx.runtime.kernels"
 _ID_BYTES = 8
 _routing = partial(define, drawn="routing")
-_of_user = partial(_routing, volume=_moves, of_user=True, levels=frozenset(Level) - {Level.LINKED})
+_of_user = partial(_routing, of_user=True, levels=frozenset(Level) - {Level.LINKED})
 _routing(
-    _ops.route.default, volume=_moves, check=_check_route, dims=_dims_of_route, again=False, per_token=("idx",),
+    _ops.route.default, check=_check_route, again=False,
     tokens=Tokens(gives=("perm", "counts"), rule="routing", chosen="idx"),
     workspace=lambda node: (3 * _ID_BYTES + 1) * numel(argument(node, "idx")),
     runtime=f"{_kernels}.route(idx, table, quota, num_slots)",
 )  # fmt: skip
 _routing(
-    _ops.shared_rows.default, volume=_moves, dims=_dims_of_shares, again=False,
+    _ops.shared_rows.default, again=False,
     tokens=Tokens(gives="quota", rule="shared"), runtime=f"{_kernels}.shared_rows(idx, ends)",
     workspace=lambda node: 2 * _ID_BYTES * numel(argument(node, "idx")),
 )  # fmt: skip
 _routing(
-    _ops.expert_load.default,
-    volume=_moves,
-    tokens=Tokens({"traffic": "traffic"}),
-    runtime=f"{_kernels}.expert_load(traffic, table)",
-)
+    _ops.expert_load.default, tokens=Tokens({"traffic": "traffic"}), runtime=f"{_kernels}.expert_load(traffic, table)",
+)  # fmt: skip
 _routing(
-    _ops.dispatch.default, volume=_moves, dims=_dims_of_dispatch, per_token=("x",), 
-    tokens=Tokens({"perm": "perm"}, "sorted", moves=True), runtime=f"{_kernels}.dispatch(x, perm, k, rows=rows)",
+    _ops.dispatch.default, tokens=Tokens({"perm": "perm"}, "sorted", moves=True),
+    runtime=f"{_kernels}.dispatch(x, perm, k, rows=rows)",
     workspace=lambda node: _ID_BYTES * expr(value(node).shape[0]),
 )  # fmt: skip
 _routing(
-    _ops.combine.default, volume=_weighted, dims=_dims_of_combine, per_token=("weights",), workspace=_to_combine,
+    _ops.combine.default, volume=_weighted, workspace=_to_combine,
     tokens=Tokens({"perm": "perm", "rows": "sorted"}),
     runtime=f"{_kernels}.combine(rows, weights, perm, k)",
 )  # fmt: skip
@@ -291,14 +248,13 @@ _routing(
     runtime=f"{_kernels}.combine_backward(grad, rows, weights, perm, k)",
 )  # fmt: skip
 _routing(
-    _ops.dispatch_choices.default, volume=_moves, dims=_dims_of_choices, per_token=("choices",),
-    tokens=Tokens({"perm": "perm"}, "sorted"),
+    _ops.dispatch_choices.default, tokens=Tokens({"perm": "perm"}, "sorted"),
     runtime=f"{_kernels}.dispatch_choices(choices, perm)",
 )  # fmt: skip
 _routing(
-    _ops.collect_choices.default, volume=_moves, tokens=Tokens({"perm": "perm", "values": "sorted"}),
+    _ops.collect_choices.default, tokens=Tokens({"perm": "perm", "values": "sorted"}),
     runtime=f"{_kernels}.dispatch_choices_backward(values, perm, k)",
 )  # fmt: skip
 _of_user(_ops.one_hot.default, runtime=f"{_kernels}.one_hot(x, num_classes)")
-define(_ops.listed.default, volume=_moves, levels=frozenset())  # is gone when the capture is
+define(_ops.listed.default, levels=frozenset())  # is gone when the capture is
 _of_user(_ops.bincount.default, runtime=f"{_kernels}.bincount(x, num_classes)")

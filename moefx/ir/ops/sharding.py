@@ -15,11 +15,11 @@ from torch import Tensor
 
 from moefx.ir import world
 from moefx.ir.meaning import meaning, sized
-from moefx.ir.op import MOVED, Along, Stage, Tokens, Volume, argument, define, nbytes
+from moefx.ir.op import MOVED, Along, Stage, Tokens, Volume, argument, define, free, nbytes
 from moefx.transport import dumps
 
 
-@meaning(lambda traffic, places, n, *_: traffic.new_empty(traffic.shape[0], traffic.shape[1] * n))
+@meaning("traffic [p s?] -> [p s*n]")
 def dump_counts(traffic: Tensor, places: int, n: int, axis: str) -> Tensor:
     """Rows per (source, expert) [sources, E] -> rows per (source, slot) [sources, E*n], once rows are dumped."""
     return dumps.dump_counts(traffic, places, n).contiguous()
@@ -50,7 +50,7 @@ def local_combine(rows: Tensor, counts: Tensor | None, places: int, n: int, expe
     return dumps.local_combine(rows, counts, places, n, expert_dim)
 
 
-@meaning(lambda host, n, *_: host.new_empty(host.shape[0] // n, host.shape[1] // n))
+@meaning("host [p~ s~] -> [p//n s//n]")
 def across_places(host: Tensor, n: int, axis: str) -> Tensor:
     """What places have for one another, of rows that come from this rank's place along `axis` and go there: traffic
     [places*n, places*n*S] of dumped rows -> [places, places*S]."""
@@ -59,7 +59,7 @@ def across_places(host: Tensor, n: int, axis: str) -> Tensor:
     return torch.as_tensor(host).view(places, n, places, n, -1)[:, me, :, me].reshape(places, -1).clone()
 
 
-@meaning(lambda host, n, *_: host.new_empty(host.shape[0] // n, host.shape[1] // n))
+@meaning("host [p~ s~] -> [p//n s//n]")
 def within_place(host: Tensor, n: int, axis: str) -> Tensor:
     """What ranks of this place have for one another once the rows of all n places along `axis` have arrived: traffic
     [n*m, n*m*S] of dumped rows -> [m, m*S]."""
@@ -77,7 +77,7 @@ def _moved(node) -> Volume:
 
 
 _ops, _dumps = torch.ops.moefx, "moefx.transport.dumps"
-_part_of_traffic = partial(define, volume=lambda node: Volume(), along=Along("I", "V", dim=None), drawn="routing",
+_part_of_traffic = partial(define, volume=free, along=Along("I", "V", dim=None), drawn="routing",
                            again=False, stage=Stage.COUNTS)  # fmt: skip
 _part_of_traffic(
     _ops.across_places.default, tokens=Tokens({"host": "host"}, "host", rule="across"),

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.ir import world
-from moefx.ir.fates import MIXED, Operand, shape_of, stay
 from moefx.ir.level import Level
-from moefx.ir.meaning import fresh_size, meaning, sized
-from moefx.ir.op import Volume, argument, define, nbytes, value
+from moefx.ir.meaning import fresh_size, meaning
+from moefx.ir.op import argument, define, free, nbytes
 from moefx.ir.redistribute import redistribute
 from moefx.transport import shares
 
@@ -38,7 +37,7 @@ def num_chunk_rows(x: Tensor, dim: int, chunk: int, chunks: int) -> int:
 
 
 @meaning(
-    lambda x, size, dim, *_: sized(x, dim, size),
+    "x [.. dim~ ..] -> [.. size ..]",
     gradient=lambda grad, x, size, dim, *how: all_rows(grad, x.shape[dim], dim, *how),
 )
 def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str, apart: bool = False) -> Tensor:
@@ -49,7 +48,7 @@ def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str, apart: bool = Fa
 
 
 @meaning(
-    lambda part, total, dim, *_: sized(part, dim, total),
+    "part [.. dim~ ..] -> [.. total ..]",
     gradient=lambda grad, x, size, dim, *how: own_rows(grad, x.shape[dim], dim, *how),
 )
 def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str, apart: bool = False) -> Tensor:
@@ -61,7 +60,7 @@ def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str, apart: bool 
 
 
 @meaning(
-    lambda x, size, dim, *_: sized(x, dim, size),
+    "x [.. dim~ ..] -> [.. size ..]",
     gradient=lambda grad, x, size, dim, *how: all_rows(grad, x.shape[dim], dim, *how),
 )
 def sum_own_rows(x: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
@@ -73,18 +72,13 @@ def sum_own_rows(x: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
 
 
 @meaning(
-    lambda part, total, dim, *_: sized(part, dim, total),
+    "part [.. dim~ ..] -> [.. total ..]",
     gradient=lambda grad, x, size, dim, *how: sum_own_rows(grad, x.shape[dim], dim, *how),
 )
 def vary_rows(part: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
     """`all_rows` for readers of which every rank has other ones: the gradient of a rank's share is the sum over the
     ranks of what flows back to it."""
     return all_rows._init_fn(part, total, dim, n, axis)
-
-
-def _all_but_one(node) -> list[Operand]:
-    x = node.args[0]
-    return [Operand(x, stay(shape_of(value(x)), {argument(node, "dim"): MIXED}))]
 
 
 def _in_order(node: Node) -> sympy.Expr:
@@ -95,14 +89,14 @@ def _in_order(node: Node) -> sympy.Expr:
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.shares"
 _share = partial(define, of_user=True)  # what the model computes, of some of its rows
 _share(
-    _ops.num_own_rows.default, volume=lambda node: Volume(), again=False, drawn="routing",
+    _ops.num_own_rows.default, volume=free, again=False, drawn="routing",
     runtime=f"{_runtime}.num_own_rows(session, x, dim=dim, axis=axis)",
 )  # fmt: skip
 _share(
-    _ops.num_chunk_rows.default, volume=lambda node: Volume(), again=False, drawn="routing",
+    _ops.num_chunk_rows.default, volume=free, again=False, drawn="routing",
     runtime=f"{_runtime}.num_chunk_rows(x, dim=dim, chunk=chunk, chunks=chunks)",
 )  # fmt: skip
-_move = partial(redistribute, of_user=True, dims=_all_but_one)
+_move = partial(redistribute, of_user=True)
 _move(
     _ops.own_rows.default, "I", "V", dim="dim", drawn="routing", is_view=lambda call: True,
     runtime=f"{_runtime}.own_rows(session, x, size, dim=dim, axis=axis)",

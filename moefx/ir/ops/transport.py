@@ -19,7 +19,22 @@ from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.meaning import fresh_size, meaning, sized
-from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, numel, value
+from moefx.ir.op import (
+    MOVED,
+    Along,
+    Sent,
+    Stage,
+    Tokens,
+    Volume,
+    argument,
+    copied,
+    define,
+    expr,
+    free,
+    nbytes,
+    numel,
+    value,
+)
 from moefx.ir.ops.exchange import way
 from moefx.transport import blocks, codecs
 from moefx.transport.algorithms import Exchange, Local, Transport, all_to_all_named, transport
@@ -35,7 +50,7 @@ def phase_rows(host: Tensor, n: int, axis: str, m: int, algorithm: str, step: st
     return here.num_rows(step, pairs)
 
 
-@meaning(lambda rows, host, out_rows, *_: sized(rows, 0, out_rows))
+@meaning("rows [r~ ..], host [..~] -> [out_rows ..]")
 def exchange_phase(
     rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, m: int, algorithm: str, step: str, reverse: bool
 ) -> Tensor:
@@ -83,7 +98,7 @@ def decode(payload: Tensor, codec: str, width: int, dtype: torch.dtype) -> Tenso
     return codecs.decode(payload, codec, width, dtype)
 
 
-@meaning(lambda sizes, shape, expert_dim, row_dim, n, *_: sizes.new_empty(n, n))
+@meaning("sizes [r~] -> [n n]")
 def block_traffic(
     sizes: Tensor, shape: _Sizes, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
 ) -> Tensor:
@@ -148,10 +163,6 @@ def _sent(node) -> tuple[Sent, ...]:
     return tuple(sent)
 
 
-def _copied(node) -> Volume:
-    return Volume(hbm_bytes=2 * nbytes(node))
-
-
 def _coded(node) -> Volume:
     """Reads the one form and writes the other; a few flops per entry."""
     return Volume(flops=2 * numel(node), hbm_bytes=nbytes(node.args[0]) + nbytes(node))
@@ -161,10 +172,6 @@ def _in_fp32(node: Node) -> sympy.Expr:
     """Codecs whose payload is bytes work on two tensors of numbers."""
     packs = codec_named(argument(node, "codec")).payload_dtype is torch.uint8
     return 2 * 4 * numel(argument(node, "rows")) if packs else sympy.S.Zero
-
-
-def _nothing(node) -> Volume:
-    return Volume()
 
 
 def _check_step(node, kind: type | None = None) -> str | None:
@@ -193,10 +200,6 @@ def _check_decode(node) -> str | None:
     return f"the payload is {payload.dtype} and {expr(payload.shape[1])} wide, not {codec.payload_dtype} and {wanted}"
 
 
-def _axis(node) -> str:
-    return argument(node, "axis")
-
-
 def _link(call) -> str:
     over = all_to_all_named(argument(call, "algorithm")).step(argument(call, "step")).over
     return "comm" if over == "all" else over
@@ -207,18 +210,18 @@ _blocks_call = "axis=axis, expert_dim=expert_dim, row_dim=row_dim, reverse=rever
 _which_step = "m=m, algorithm=algorithm, step=step"
 _step = partial(define, along=MOVED, tokens=Tokens({"host": "host"}, rule="step", moves=True, coded=True))
 define(
-    _ops.phase_rows.default, volume=_nothing, check=_check_step, along=Along("I", "V", dim=None),
+    _ops.phase_rows.default, volume=free, check=_check_step, along=Along("I", "V", dim=None),
     tokens=Tokens({"host": "host"}, "held"),
     runtime=f"{_runtime}.phase_rows(host, {_which_step}, reverse=reverse)",
 )  # fmt: skip
 _step(
     _ops.exchange_phase.default, volume=_exchanged, check=lambda node: _check_step(node, Exchange),
-    axes_of=_axis, collective="all_to_all", payload="rows", sent=_sent, stage=way, link=_link,
+    collective="all_to_all", payload="rows", sent=_sent, stage=way, link=_link,
     runtime=f"{_runtime}.exchange_phase_start(session, rows, host, axis=axis, {_which_step}, region=region, "
             "reverse=reverse, num_rows=out_rows)",
 )  # fmt: skip
 _step(
-    _ops.repack.default, volume=_copied, check=lambda node: _check_step(node, Local), stage=way,
+    _ops.repack.default, volume=copied, check=lambda node: _check_step(node, Local), stage=way,
     runtime=f"{_runtime}.repack(rows, host, {_which_step}, reverse=reverse, num_rows=out_rows)",
 )  # fmt: skip
 define(
@@ -230,17 +233,17 @@ define(
     tokens=Tokens(rule="decoded", moves=True), runtime=f"{_codecs}.decode(payload, codec, width, dtype)",
 )  # fmt: skip
 define(
-    _ops.block_traffic.default, volume=_nothing, along=Along("I", "I"),
+    _ops.block_traffic.default, volume=free, along=Along("I", "I"),
     tokens=Tokens({"sizes": "capacities"}, rule="traffic"),
     runtime=f"{_runtime}.block_plan(session, sizes, shape, {_blocks_call})",
 )  # fmt: skip
 define(
-    _ops.pack_blocks.default, volume=_copied, along=MOVED, workspace=nbytes,
+    _ops.pack_blocks.default, volume=copied, along=MOVED, workspace=nbytes,
     tokens=Tokens({"sizes": "capacities"}, rule="packed", moves=True),
     runtime=f"{_runtime}.pack_blocks(x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse)",
 )  # fmt: skip
 define(
-    _ops.unpack_blocks.default, volume=_copied, along=MOVED, stage=way,
+    _ops.unpack_blocks.default, volume=copied, along=MOVED, stage=way,
     tokens=Tokens({"sizes": "capacities"}, rule="unpacked", moves=True),
     runtime=f"{_runtime}.unpack_blocks(session, rows, sizes, shape, {_blocks_call})",
 )  # fmt: skip

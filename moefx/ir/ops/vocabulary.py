@@ -14,12 +14,12 @@ from torch.fx import Node
 from moefx.ir import world
 from moefx.ir.level import Level
 from moefx.ir.meaning import meaning
-from moefx.ir.op import Along, Volume, argument, define, nbytes, numel, value
+from moefx.ir.op import Along, Volume, argument, define, free, nbytes, numel, value
 from moefx.transport import vocabulary
 
 
 @meaning(
-    lambda weight, ids, *_: weight.new_empty((*ids.shape, weight.shape[1])),
+    "weight [v? d], ids [..] -> [.. d]",
     gradient=lambda grad, weight, ids, *how: own_embedding_backward(grad.contiguous(), ids, weight.shape[0], *how),
 )
 def own_embedding(weight: Tensor, ids: Tensor, padding_idx: int, n: int, axis: str) -> Tensor:
@@ -27,7 +27,7 @@ def own_embedding(weight: Tensor, ids: Tensor, padding_idx: int, n: int, axis: s
     return vocabulary.own_embedding(weight, ids, n, world.current().coordinate(axis))
 
 
-@meaning(lambda grad, ids, rows, *_: grad.new_empty((rows, grad.shape[-1])))
+@meaning("grad [..~ d], ids [..~] -> [rows d]")
 def own_embedding_backward(grad: Tensor, ids: Tensor, rows: int, padding_idx: int, n: int, axis: str) -> Tensor:
     """The transpose of `own_embedding`: [.., D] -> [V/n, D], nothing from the id `padding_idx` (-1: there is none)"""
     return vocabulary.own_embedding_backward(grad, ids, rows, padding_idx, n, world.current().coordinate(axis))
@@ -115,4 +115,4 @@ define(
     runtime=f"{_runtime}.label_terms_backward(session, grad, logits, labels, terms, ignore_index=ignore_index, "
             "axis=axis)",
 )  # fmt: skip
-define(loss_of_parts, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}), along=Along("V", "I"))
+define(loss_of_parts, volume=free, levels=frozenset({Level.PLACED}), along=Along("V", "I"))
