@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks/gpu_ranks.py"
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def run(out: Path, *more: str) -> list[dict]:
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--ranks", "2", "--steps", "1", "--seconds", "200",
-               "--out", str(out), *more]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(out.read_text())
+@pytest.fixture
+def run(monkeypatch):
+    """The script's main function, in this process: it makes processes for its ranks."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("gpu_ranks")
+
+    def run(out: Path, *more: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", ["gpu_ranks.py", "--device", "cpu", "--ranks", "2", "--steps", "1",
+                                          "--seconds", "200", "--out", str(out), *more])  # fmt: skip
+        script.main()
+        return json.loads(out.read_text())
+
+    return run
 
 
-def test_cases_run_on_gloo_and_once(tmp_path):
+def test_cases_run_on_gloo_and_once(run, tmp_path):
     out = tmp_path / "found.json"
     parity, lost = run(out, "--only", "direct", "killed")
     assert (parity["case"], parity["status"], lost["case"], lost["status"]) == ("direct", "passed", "killed", "passed")

@@ -117,7 +117,7 @@ def test_what_is_drawn_for_a_routing_is_that_of_eager(style):
     eager, batch = case.build(), case.batch(0)
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(case.build(), mesh, example_inputs=batch)) as compiled:
+        with closing(moefx.compile(case.build(), mesh, dynamic=False, example_inputs=batch)) as compiled:
             losses = []
             for model in (eager, compiled, compiled):
                 torch.manual_seed(7 if len(losses) < 2 else 8)
@@ -135,7 +135,7 @@ def test_of_a_full_expert_a_sample_is_kept_and_the_rest_passes():
     p, best = plain.router(rows).softmax(-1).max(-1)
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(copy.deepcopy(plain), mesh, example_inputs=(x,))) as compiled:
+        with closing(moefx.compile(copy.deepcopy(plain), mesh, dynamic=False, example_inputs=(x,))) as compiled:
             found = [compiled(x).view(-1, D) for _ in range(2)]
     full = 0
     for e, expert in enumerate(plain.experts):
@@ -156,7 +156,7 @@ def test_a_buffer_of_numbers_may_change():
     plain, x = ComparedWithAll(MASKS["a method, a buffer"]), torch.randn(2, 7, D)
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(copy.deepcopy(plain), mesh, example_inputs=(x,))) as compiled:
+        with closing(moefx.compile(copy.deepcopy(plain), mesh, dynamic=False, example_inputs=(x,))) as compiled:
             for numbers in (torch.arange(E), torch.arange(E).roll(1), torch.arange(E)):
                 for model in (plain, compiled):
                     model.get_buffer("numbers").copy_(numbers)
@@ -191,7 +191,7 @@ def test_a_module_that_would_change_in_the_forward_is_refused(why):
 @pytest.mark.parametrize("style", LEVEL_STYLES)
 def test_experts_that_are_mixtures_have_theirs_spread(style, monkeypatch):
     monkeypatch.setenv("MOEFX_LAYERS", "0")  # else equal groups are a loop, and a variable stands for their number
-    found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2})
+    found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, dynamic=False)
     spread = set(re.findall(r"all_to_all\w*_start\(.*region='([^']*)'", found.code["forward"]))
     assert {f"mlp.groups.{g}" for g in range(GROUPS)} <= {region.partition(".experts")[0] for region in spread}
 
@@ -203,14 +203,15 @@ LAYERS = [Chunks, SLICE_STYLES[0], MASK_STYLES[0], *ALIKE]
 
 @pytest.mark.parametrize("style", LAYERS)
 def test_so_are_two_layers(style):
-    found = compiled_as(Case(style.__name__, lambda: with_layer(lambda: nn.Sequential(style(), style()))), {"ep": 2})
+    case = Case(style.__name__, lambda: with_layer(lambda: nn.Sequential(style(), style())))
+    found = compiled_as(case, {"ep": 2}, dynamic=False)
     assert {"mlp.0", "mlp.1"} <= set(re.findall(r"all_to_all\w*_start\(.*region='([^']*)'", found.code["forward"]))
 
 
 def test_mixtures_that_share_some_experts_are_whole_on_every_rank():
-    found = compiled_as(Case("PLE", lambda: with_layer(TwoTasks)), {"ep": 2})
+    found = compiled_as(Case("PLE", lambda: with_layer(TwoTasks)), {"ep": 2}, dynamic=False)
     assert "own_experts" in found.code["forward"]
-    found = compiled_as(Case("called twice", lambda: with_layer(Twice)), {"ep": 2})
+    found = compiled_as(Case("called twice", lambda: with_layer(Twice)), {"ep": 2}, dynamic=False)
     assert "own_experts" not in found.code["forward"]
 
 
@@ -239,7 +240,7 @@ def test_under_autocast(style):
     with one_rank(), torch.autocast("cpu", dtype=torch.bfloat16):
         wanted = plain(x)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(plain, mesh, example_inputs=(x,))) as compiled:
+        with closing(moefx.compile(plain, mesh, dynamic=False, example_inputs=(x,))) as compiled:
             found = compiled(x)
             assert len(compiled.moe_stats()) == (2 if style is EveryChoice else 1)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
@@ -269,7 +270,7 @@ def test_random_numbers_are_drawn_in_the_order_of_the_model(options):
     case = Case("draws", lambda: with_layer(lambda: nn.Sequential(Draws(), Draws())))
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        options = moefx.Options.named(**options)
+        options = moefx.Options.named(dynamic=False, **options)
         with closing(moefx.compile(case.build(), mesh, options, example_inputs=case.batch(0))) as compiled:
             code = moefx.inspect(compiled).code["forward"]
     drawn = re.findall(r"aten\.(rand_like|exponential|normal)\b", code)
@@ -286,7 +287,7 @@ def test_compiling_draws_no_random_numbers():
     batch, losses = case.batch(0), []
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(case.build(), mesh)) as compiled:
+        with closing(moefx.compile(case.build(), mesh, dynamic=False)) as compiled:
             for model in (compiled, compiled, case.build()):
                 torch.manual_seed(7)
                 losses.append(model(**batch).loss.item())

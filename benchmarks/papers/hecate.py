@@ -35,7 +35,7 @@ from common import Claim, claims_table, write
 
 from moefx.features.hecate.materialise import materialise
 from moefx.features.rehoming.reshard import reshard
-from moefx.placement import balance, decide, score, shares, tables
+from moefx.placement import balance, decide, quotas, score, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 
@@ -143,7 +143,7 @@ def smart(layer: Layer, costs: Costs) -> tuple[float, float]:
 def flex(layer: Layer, costs: Costs) -> tuple[float, float]:
     owners, spare = tables.contiguous(EXPERTS, RANKS), 2
     held = balance.greedy(layer.expected.sum(0), owners, RANKS, spare, RANKS, EXPERTS)
-    [quota] = shares.dispatch(["node"], layer.expected, held, owners, RANKS)  # as if all were one node: evenly
+    [quota] = quotas.dispatch(["node"], layer.expected, held, owners, RANKS)  # as if all were one node: evenly
     plan = _plan(quota, held, owners, 2, spare)
     return under(plan, layer, replace(costs, hidden=(0, 0), again=False), 2, spare)
 
@@ -152,7 +152,7 @@ def faster(layer: Layer, costs: Costs) -> tuple[float, float]:
     owners, found = tables.contiguous(EXPERTS, RANKS), ep(layer, costs)
     for top in range(1, 33):
         held = materialise(layer.real.sum(0), owners, RANKS, top, top, PER_NODE)
-        [quota] = shares.dispatch(["local"], layer.real, held, owners, PER_NODE)
+        [quota] = quotas.dispatch(["local"], layer.real, held, owners, PER_NODE)
         plan = _plan(quota, held, owners, 2, top)
         found = min(found, under(plan, layer, replace(costs, hidden=(0, 0), again=False), 2, top))
     return found
@@ -164,7 +164,7 @@ def ours(policy: str, layer: Layer, costs: Costs) -> tuple[float, float]:
 
 
 def _plan(quota: np.ndarray, held: np.ndarray, owners: tuple[int, ...], room: int, spare: int) -> tables.Plan:
-    return tables.of(quota, shares.copied(held), tables.slots_of(held, owners, room, spare), room + spare)
+    return tables.of(quota, quotas.copied(held), tables.slots_of(held, owners, room, spare), room + spare)
 
 
 def times(layer: Layer, costs: Costs) -> dict[str, tuple[float, float]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moefx.placement import shares
+from moefx.placement import quotas
 
 TRIALS = 8  # of a transport's cap, where even ranks are out of reach
 SWAPS = 128  # trials of single copies in such a case, for all ranks together
@@ -59,7 +59,7 @@ def place(numbers: np.ndarray, totals: np.ndarray, owners: Sequence[int], ranks:
     """[E, n] bool: `numbers` [E] copies of every expert, the hottest first: each on a node that does not have it yet,
     of these on the one with the most free slots, and there on the rank with the most."""
     held = homes(owners, ranks)
-    nodes = shares.nodes_of(ranks, per_node)
+    nodes = quotas.nodes_of(ranks, per_node)
     free = np.full(ranks, spare)
     for expert in np.argsort(-totals, kind="stable"):
         for _ in range(int(numbers[expert])):
@@ -78,7 +78,7 @@ def by_node(totals: np.ndarray, owners: Sequence[int], ranks: int, spare: int, p
     """[E, n] bool: who has which expert. The `top` hottest come to every node once, so that their rows need not leave
     it; then slots that are left go to the experts with the most rows per copy, inside the nodes that have them. Always
     to the rank with the fewest rows."""
-    held, free, nodes = homes(owners, ranks), np.full(ranks, spare), shares.nodes_of(ranks, per_node)
+    held, free, nodes = homes(owners, ranks), np.full(ranks, spare), quotas.nodes_of(ranks, per_node)
     members = [np.flatnonzero(nodes == node) for node in range(int(nodes[-1]) + 1)]
     hot = hottest(totals, top)
     rows = totals << 10  # of an expert, in each node that has it; integers, since a product's sums must not be rounded
@@ -271,7 +271,7 @@ class _Transport:
         load = list(self.load)
         for expert in where:
             load[self.owners[expert]] -= self.totals[expert]
-        amounts = shares.fill([self.totals[expert] for expert in where], list(where.values()), load)
+        amounts = quotas.fill([self.totals[expert] for expert in where], list(where.values()), load)
         rows = {(expert, rank): each[rank] for (expert, ranks), each in zip(where.items(), amounts) for rank in ranks}
         return _Shared(where, rows, load)
 

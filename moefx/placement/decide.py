@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moefx.errors import MoefxError
-from moefx.placement import balance, score, shares, tables
+from moefx.placement import balance, quotas, score, tables
 from moefx.placement.score import ROWS_ALONE, Costs
 from moefx.placement.tables import Plan
 
@@ -98,8 +98,8 @@ class _Case:
 
     def even(self) -> Plan:
         rows, held = self.transport(self.spare)
-        chosen = shares.copied(held)
-        return self.plan(held, shares.split(self.loads[:, chosen], rows[chosen], self.per_node))
+        chosen = quotas.copied(held)
+        return self.plan(held, quotas.split(self.loads[:, chosen], rows[chosen], self.per_node))
 
     def transport(self, spare: int) -> tuple[np.ndarray, np.ndarray]:
         """(rows [E, n], who has which expert [E, n])."""
@@ -147,15 +147,15 @@ class _Case:
     def neighbours(self, found: _Choice) -> Iterator[np.ndarray]:
         """Placements that differ by one copy: one more, in place of the least used one where slots are full, for what
         most rows leave a node for, then for what the busiest rank does; or a copy less."""
-        chosen, home = shares.copied(found.held), balance.homes(self.owners, self.ranks)
+        chosen, home = quotas.copied(found.held), balance.homes(self.owners, self.ranks)
         rows = self.loads.sum(0)[:, None] * home  # [E, n]
         rows[chosen] = found.quota.sum(0)
         load, used = rows.sum(0), np.where(found.held & ~home, rows, np.inf)
-        nodes = shares.nodes_of(self.ranks, self.per_node)
+        nodes = quotas.nodes_of(self.ranks, self.per_node)
         near = nodes[:, None] == nodes  # [n, n]
         leaving = np.where(near[:, self.owners], 0, self.loads)  # [n, E]
         leaving[:, chosen] = (found.quota * ~near[:, None, :]).sum(2)
-        leaving = near[:: shares.group_of(self.ranks, self.per_node)] @ leaving  # [nodes, E]
+        leaving = near[:: quotas.group_of(self.ranks, self.per_node)] @ leaving  # [nodes, E]
 
         def more(expert: int, here: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
             for rank in here[np.argsort(load[here], kind="stable")][:ranks]:
@@ -183,17 +183,17 @@ class _Case:
 
     def plan(self, held: np.ndarray, quota: np.ndarray) -> Plan:
         found = tables.slots_of(held, self.owners, self.room, self.spare)
-        return tables.of(quota, shares.copied(held), found, self.room + self.spare)
+        return tables.of(quota, quotas.copied(held), found, self.room + self.spare)
 
 
 def dispatched(ways: Sequence[str], loads: np.ndarray, held: np.ndarray, owners: Sequence[int], costs: Costs,
                per_node: int) -> tuple[str, np.ndarray, float]:  # fmt: skip
     """The fastest of some ways to share out loads [n, E] among the ranks that have the experts, held [E, n]; its quota
-    [n, k, n] of the k experts with copies, as of `shares.dispatch`; the seconds of experts and exchanges."""
+    [n, k, n] of the k experts with copies, as of `quotas.dispatch`; the seconds of experts and exchanges."""
     home = balance.homes(owners, len(loads)).astype(float)  # a product of integers takes 20 times as long
     alone = np.where(held.sum(1) > 1, 0.0, loads) @ home  # exact up to 2 ** 53
     found = [(way, quota, costs.working(alone + quota.sum(1), per_node))
-             for way, quota in zip(ways, shares.dispatch(ways, loads, held, owners, per_node))]  # fmt: skip
+             for way, quota in zip(ways, quotas.dispatch(ways, loads, held, owners, per_node))]  # fmt: skip
     return min(found, key=lambda each: each[-1])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moefx.placement import balance, shares, tables
+from moefx.placement import balance, quotas, tables
 
 
 def plan(counts: np.ndarray, owners: Sequence[int], slots: tuple[int, int],
@@ -29,10 +29,10 @@ def as_tables(counts: np.ndarray, rows: np.ndarray, owners: Sequence[int], slots
               per_node: int = 1) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """The same of any rows [E, n] that the ranks compute of each expert, as many as counts [n, E] has in all."""
     held = (rows > 0) | balance.homes(owners, len(counts))
-    chosen = shares.copied(held)
+    chosen = quotas.copied(held)
     found = tables.slots_of(held, owners, *slots)
     quota = np.zeros((*counts.shape, found.shape[1]), dtype=np.int64)
     quota[:, :, 0] = counts
-    sent = shares.split(counts[:, chosen], rows[chosen], per_node)
+    sent = quotas.split(counts[:, chosen], rows[chosen], per_node)
     quota[:, chosen] = tables.by_place(sent, found[chosen], sum(slots))
     return found, quota

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moefx.placement import shares
+from moefx.placement import quotas
 from moefx.placement.tables import Plan
 
 EXCHANGES = 4
@@ -78,7 +78,7 @@ class Costs:
 
     def exchange(self, rows: np.ndarray, per_node: int) -> float:
         """Seconds of one exchange of rows [n, n]. Every rank sends to every other, however little."""
-        inside = shares.group_of(len(rows), per_node) - 1
+        inside = quotas.group_of(len(rows), per_node) - 1
         calls = inside * self.message[0] + (len(rows) - 1 - inside) * self.message[1]
         within, between = _busiest(rows, per_node, self.per_card)
         return calls + self.row_bytes * (within * self.byte[0] + between * self.byte[1])
@@ -102,11 +102,11 @@ def moves(held: np.ndarray, owners: Sequence[int], per_node: int) -> np.ndarray:
     """[n, n] int64: how many experts a rank sends to another for these copies: from the home to its own node and to one
     rank of each other node, which passes them on."""
     ranks = held.shape[1]
-    nodes = shares.nodes_of(ranks, per_node)
+    nodes = quotas.nodes_of(ranks, per_node)
     found = np.zeros((ranks, ranks), dtype=np.int64)
     experts, to = np.nonzero(held)
     home = np.asarray(owners)[experts]
-    first = held.reshape(len(held), -1, shares.group_of(ranks, per_node)).argmax(2)  # of each node's ranks
+    first = held.reshape(len(held), -1, quotas.group_of(ranks, per_node)).argmax(2)  # of each node's ranks
     entry = first[experts, nodes[to]] + np.searchsorted(nodes, nodes[to])
     np.add.at(found, (np.where((nodes[to] == nodes[home]) | (entry == to), home, entry), to), 1)
     np.fill_diagonal(found, 0)
@@ -123,7 +123,7 @@ def _busiest(amounts: np.ndarray, per_node: int, per_card: int = 1) -> tuple[flo
     """What the busiest rank sends or receives within its node, and what the busiest network card does per rank."""
     inside, outside = _near_and_far(len(amounts), per_node)
     near, far = amounts * inside, amounts * outside
-    card = math.gcd(per_card, shares.group_of(len(amounts), per_node))
+    card = math.gcd(per_card, quotas.group_of(len(amounts), per_node))
     cards = np.stack([far.sum(0), far.sum(1)]).reshape(2, -1, card).sum(2)
     return float(max(near.sum(0).max(), near.sum(1).max())), float(cards.max()) / card
 
@@ -131,6 +131,6 @@ def _busiest(amounts: np.ndarray, per_node: int, per_card: int = 1) -> tuple[flo
 @functools.lru_cache(maxsize=16)
 def _near_and_far(ranks: int, per_node: int) -> tuple[np.ndarray, np.ndarray]:
     """[n, n] both, 0 and 1: other ranks of the same node, ranks of other nodes."""
-    nodes = shares.nodes_of(ranks, per_node)
+    nodes = quotas.nodes_of(ranks, per_node)
     same = (nodes == nodes[:, None]).astype(np.int64)
     return same - np.eye(ranks, dtype=np.int64), 1 - same

@@ -33,6 +33,7 @@ def mixtral() -> nn.Module:
     return Branching(hugging_face("mixtral"))
 
 
+FIXED = functools.partial(moefx.compile, dynamic=False)  # for calls of one size
 CASES = {
     "loop": Case("loop", deciding),
     "mixtral": Case("mixtral", mixtral),
@@ -95,7 +96,7 @@ def test_blocks_on_two_axes():
 
 def test_gradients_of_several_forwards_are_averaged_once():
     case = Case("simple", simple)
-    run_ranks(2, check_accumulation, EP2, case, steps_of(case, [[(2, 8), (2, 8)]] * 3))
+    run_ranks(2, check_accumulation, EP2, case, steps_of(case, [[(2, 8), (2, 8)]] * 3), FIXED)
 
 
 class Sometimes(Deciding):
@@ -114,7 +115,7 @@ class Sometimes(Deciding):
 
 
 def _micro_steps(rank: int, world: int) -> tuple:
-    compiled = moefx.compile(Sometimes(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))
+    compiled = FIXED(Sometimes(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))
     found = []
     for needed in (False, True):
         compiled.zero_grad()
@@ -160,7 +161,7 @@ def test_blocks_have_their_parameters_for_themselves():
     plain = Tied()
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(copy.deepcopy(plain), mesh)) as compiled:
+        with closing(FIXED(copy.deepcopy(plain), mesh)) as compiled:
             found = []
             for module in (compiled, plain):
                 module(TOKENS, labels=TOKENS).loss.backward()
@@ -190,7 +191,7 @@ def test_what_a_block_gives_may_be_written_to():
     wanted.backward()
     grads = [param.grad.clone() for param in plain.parameters()]
     plain.zero_grad()
-    with one_rank(), closing(moefx.compile(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+    with one_rank(), closing(FIXED(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
         given = compiled(TOKENS, labels=TOKENS).loss
         given.backward()
         torch.testing.assert_close(given, wanted)
@@ -204,7 +205,7 @@ def test_blocks_are_compiled_anew_for_other_kinds_of_calls():
     plain = Residual(Loop())
     with torch.no_grad():
         wanted = plain(TOKENS, labels=TOKENS).loss
-    with one_rank(), closing(moefx.compile(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+    with one_rank(), closing(FIXED(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
         for grad in (False, True, False):
             with torch.set_grad_enabled(grad):
                 given = compiled(TOKENS, labels=TOKENS).loss
@@ -255,7 +256,7 @@ def test_a_timeline_has_all_blocks():
     with one_rank(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(simple(), mesh, example_inputs=(TOKENS,))) as compiled:
+        with closing(FIXED(simple(), mesh, example_inputs=(TOKENS,))) as compiled:
             with moefx.profile(compiled) as profile:
                 compiled(TOKENS, labels=TOKENS).loss.backward()
             predicted = moefx.timeline(compiled).predicted

@@ -1,4 +1,4 @@
-"""What travels between nodes, and within them, where a token crosses once: counted on real ranks."""
+"""What travels between nodes, and within them, where a token crosses once: counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import moefx
 from tests.support.handmade import D
 from tests.support.models import shallow
 from tests.support.parity import routing
-from tests.support.ranks import run_ranks
+from tests.support.sharing import run_sharing
 
 
 def _sent(rank, world, case, batches, layouts):
@@ -43,7 +43,7 @@ def test_a_token_crosses_once_with_its_ids_and_weights():
     k, experts, width = chosen[0].shape[1], 8, 4 * D
     place = [idx // (experts // 4) for idx in chosen]  # the rank of every choice
     layouts = ((4,), ("ep",), {}), ((2, 2), ("ep", "esp"), {"split": "s3"})
-    found = run_ranks(4, _sent, case, batches, layouts)
+    found = run_sharing(4, _sent, case, batches, layouts)
     for rank, ((forward, backward, stats), s3) in enumerate(found):
         other = 1 - rank // 2
         crossing = [int((at // 2 == other).any(1).sum()) for at in place]  # tokens with an expert on the other node

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.support.scripts import run_script
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
@@ -39,10 +39,7 @@ def on_cpu(code: str, folder: Path) -> str:
 def run(code: str, folder: Path) -> str:
     script = folder / "script.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_script(script, folder=folder)
 
 
 def test_fine_tune_a_model_from_the_hub(hub, tmp_path):

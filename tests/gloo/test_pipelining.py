@@ -42,7 +42,7 @@ def test_dropless_on_two_ranks(name, options):
 
 def test_capacity_on_two_ranks():
     case = shallow("gshard-top2")
-    run_ranks(2, check, EP2, case, steps(case, [EVEN]), {"chunks": 3, "scheduler": "heuristic"})
+    run_ranks(2, check, EP2, case, steps(case, [EVEN]), {"chunks": 3, "scheduler": "heuristic", "dynamic": False})
 
 
 @pytest.mark.parametrize("alltoall", chosen(["pipe"], ["1dh", "2dh", "pipe"]))

@@ -20,6 +20,7 @@ from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.parity import compare, outputs_of, parameters
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, check_training, compiled_case, reference_training
+from tests.support.sharing import run_sharing
 
 MP2 = ((2,), ("mp",))
 MP2_EP2 = ((2, 2), ("mp", "ep"))
@@ -80,7 +81,7 @@ def test_weight_files_both_ways(family, tmp_path):
 def _sent(rank, world, case, axis, regions, schedule=None):
     """Bytes of all collectives of these names, of the forward and of the backward."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(axis,))
-    with closing(moefx.compile(case.build(), mesh, split=schedule)) as compiled:
+    with closing(moefx.compile(case.build(), mesh, split=schedule, dynamic=False)) as compiled:
         out = compiled(**BATCH)
         trace = compiled._session.trace
         forward = list(trace)
@@ -97,7 +98,7 @@ def test_what_travels():
     config = case.build().config
     once = 2 * TOKENS.numel() * config.hidden_size * 4 // 2  # n is 2
     rows = -(-TOKENS.numel() // 2) * config.hidden_size * 4
-    for sums, gathered, sums_back, gathered_back in run_ranks(2, _sent, case, "mp", ("partial sums", "rows")):
+    for sums, gathered, sums_back, gathered_back in run_sharing(2, _sent, case, "mp", ("partial sums", "rows")):
         assert sums == [once] * config.num_hidden_layers  # o_proj
         assert sums_back == [once] * config.num_hidden_layers  # what q, k and v read
         assert gathered == gathered_back == [rows] * config.num_hidden_layers
@@ -110,7 +111,7 @@ def test_what_travels_in_parms_baseline():
     config = case.build().config
     layers, k, tokens = config.num_hidden_layers, config.num_experts_per_tok, TOKENS.numel()
     ids, weights, x = tokens * k * 8, tokens * k * 4, tokens * config.hidden_size * 4  # n is 2
-    for gathered, summed, scattered, again in run_ranks(2, _sent, case, "esp", ("tokens", "rows"), "baseline"):
+    for gathered, summed, scattered, again in run_sharing(2, _sent, case, "esp", ("tokens", "rows"), "baseline"):
         assert sorted(gathered) == sorted([ids, weights, x] * layers)
         assert summed == again == [2 * k * x] * layers
         assert sorted(scattered) == sorted([weights, x] * layers)

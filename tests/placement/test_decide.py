@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moefx.errors import MoefxError
-from moefx.placement import balance, decide, score, shares, tables
+from moefx.placement import balance, decide, quotas, score, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 from tests.support.skews import least_cap, least_caps, least_mean, skews, traces, zipf
@@ -104,12 +104,12 @@ def test_traces_that_drift_and_jump():
     assert max(ratios) > 1.35  # the jump
 
 
-@pytest.mark.parametrize("way", shares.WAYS)
+@pytest.mark.parametrize("way", quotas.WAYS)
 def test_dispatches_send_all_rows_to_ranks_that_have_the_expert(way):
     for case in skews(6, 10):
         held = balance.greedy(case.loads.sum(0), case.owners, len(case.loads), case.slots[1], 2, 4)
-        [quota] = shares.dispatch([way], case.loads, held, case.owners, 2)
-        chosen = shares.copied(held)
+        [quota] = quotas.dispatch([way], case.loads, held, case.owners, 2)
+        chosen = quotas.copied(held)
         assert (quota >= 0).all()
         assert (quota.sum(2) == case.loads[:, chosen]).all()
         assert not quota[:, ~held[chosen]].any()
@@ -123,7 +123,7 @@ def test_dispatches_prefer_what_they_are_named_for():
     """Two nodes of two ranks; the expert is on ranks 0, 1 and 2."""
     loads, held = np.full((4, 1), 12), np.array([[True, True, True, False]])
     found = {way: quota[:, 0].tolist() for way, quota in
-             zip(shares.WAYS, shares.dispatch(shares.WAYS, loads, held, [0], 2))}  # fmt: skip
+             zip(quotas.WAYS, quotas.dispatch(quotas.WAYS, loads, held, [0], 2))}  # fmt: skip
     assert found["local"] == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 12, 0]]
     assert found["node"] == [[6, 6, 0, 0], [6, 6, 0, 0], [0, 0, 12, 0], [0, 0, 12, 0]]
     assert found["balanced"] == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 0], [4, 4, 4, 0]]
@@ -143,7 +143,7 @@ def test_what_there_is_not_is_refused():
     with pytest.raises(MoefxError, match="there is no policy 'ballanced'"):
         decide.plan("ballanced", np.ones((2, 2), dtype=int), (0, 1), (1, 1))
     with pytest.raises(MoefxError, match="there is no dispatch 'global'"):
-        shares.dispatch(["global"], np.ones((2, 2), dtype=int), np.eye(2, dtype=bool), (0, 1), 1)
+        quotas.dispatch(["global"], np.ones((2, 2), dtype=int), np.eye(2, dtype=bool), (0, 1), 1)
 
 
 def test_greedy_slots_make_the_largest_part_small():

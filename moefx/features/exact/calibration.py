@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moefx.placement import balance, decide, shares, tables
+from moefx.placement import balance, decide, quotas, tables
 from moefx.placement.score import ROWS_ALONE, Costs
 from moefx.placement.tables import Plan
 
@@ -70,9 +70,9 @@ def _evened(counts: np.ndarray, held: np.ndarray, owners: np.ndarray, spare: int
     """[E, n] bool: who has which expert behind a transport, for which an expert on a rank is one that lives there; None
     where nothing came, or the busiest rank has no more than this much above the mean without."""
     totals, ranks = counts.sum(0), len(counts)
-    rows, chosen = balance.homes(owners, ranks) * totals[:, None], shares.copied(held)
+    rows, chosen = balance.homes(owners, ranks) * totals[:, None], quotas.copied(held)
     base = rows.sum(0) - rows[chosen].sum(0)
-    rows[chosen] = shares.level(totals[chosen], held[chosen], base)
+    rows[chosen] = quotas.level(totals[chosen], held[chosen], base)
     if rows.sum(0).max() <= max(-(-int(totals.sum()) // ranks), (1 + slack) * totals.sum() / ranks):
         return None
     free = spare - held.sum(0) + np.bincount(owners, minlength=ranks)
@@ -80,7 +80,7 @@ def _evened(counts: np.ndarray, held: np.ndarray, owners: np.ndarray, spare: int
     sources, place = counts[:, experts], np.full(len(held), -1)
     place[chosen] = np.arange(len(chosen))
     shared = place[experts] >= 0
-    sent = shares.split(counts[:, chosen], rows[chosen], per_node)
+    sent = quotas.split(counts[:, chosen], rows[chosen], per_node)
     sources[:, shared] = sent[:, place[experts[shared]], at[shared]]
     found, moved = held.copy(), balance.transport(sources, at.tolist(), free.tolist()) > 0
     for expert, to in zip(experts, moved):
@@ -102,7 +102,7 @@ def _extended(before: np.ndarray, came: np.ndarray, slots: tuple[int, int]) -> n
 
 def _by_place(counts: np.ndarray, quota: np.ndarray, held: np.ndarray, table: np.ndarray, cap: int) -> np.ndarray:
     """[n, E, P]: the rows of every source by expert and place; quota [n, k, n] of the experts with copies."""
-    found, chosen = np.zeros((*counts.shape, table.shape[1]), dtype=np.int64), shares.copied(held)
+    found, chosen = np.zeros((*counts.shape, table.shape[1]), dtype=np.int64), quotas.copied(held)
     found[:, :, 0] = counts
     found[:, chosen] = tables.by_place(quota, table[chosen], cap)
     return found

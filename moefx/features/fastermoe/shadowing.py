@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moefx.placement import balance, shares, tables
+from moefx.placement import balance, quotas, tables
 from moefx.placement.after_gate import owners_of
 from moefx.placement.score import EXCHANGES, ROWS_ALONE, Costs
 
@@ -64,7 +64,7 @@ def latency(counts: np.ndarray, owners: Sequence[int], shadowed: Sequence[int], 
     `gradient_bytes`, all over the slower one of the links."""
     byte, totals = max(costs.byte), counts.sum(0)
     totals[list(shadowed)] = 0
-    arriving = shares.by_owner(totals, owners, len(counts))
+    arriving = quotas.by_owner(totals, owners, len(counts))
     working = arriving + counts[:, list(shadowed)].sum(1)
     rows = costs.row * float(working.max()) + EXCHANGES * costs.row_bytes * byte * float(arriving.max())
     return rows + len(shadowed) * (costs.expert_bytes + costs.gradient_bytes) * byte

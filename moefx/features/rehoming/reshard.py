@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moefx.placement import balance, shares
+from moefx.placement import balance, quotas
 
 GAIN = 32  # homes move if what the busiest ranks have falls by more than one part in so many
 
@@ -40,13 +40,13 @@ def _hot(totals: np.ndarray, ranks: int, overlap: int | None) -> np.ndarray:
 
 def _busiest(totals: np.ndarray, owners: Sequence[int], hot: np.ndarray, ranks: int) -> int:
     """The rows of the cold experts on the rank that has the most of them."""
-    return int(shares.by_owner(np.where(hot, 0, totals), owners, ranks).max())
+    return int(quotas.by_owner(np.where(hot, 0, totals), owners, ranks).max())
 
 
 def _shard(loads: np.ndarray, ranks: int, per_node: int, rooms: Sequence[int],
            hot: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
     layers, experts = loads.shape
-    nodes = shares.nodes_of(ranks, per_node)
+    nodes = quotas.nodes_of(ranks, per_node)
     free = np.full(ranks, -(-layers * experts // ranks))  # over all layers
     room = np.repeat(np.asarray(rooms)[:, None], ranks, axis=1)
     found = np.full((layers, experts), -1)

@@ -216,7 +216,8 @@ def streams():
     session.device = torch.device("cpu")
     session.streams.host_memory = lambda shape, dtype: torch.empty(shape, dtype=dtype)
     with mock.patch.multiple(
-        torch.cuda, Event=Event, Stream=lambda: Stream(next(made), log), stream=lambda stream: contextlib.nullcontext(),
+        torch.cuda, Event=Event, Stream=lambda priority=0: Stream(next(made), log),
+        stream=lambda stream: contextlib.nullcontext(),
         current_stream=lambda: Stream("compute", log)):  # fmt: skip
         yield session, log
 

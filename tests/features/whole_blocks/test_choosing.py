@@ -23,7 +23,7 @@ def planned(figures, **options):
     case = CASES["mixtral-grouped_mm"]
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        given = {"whole_blocks": "auto"} | options
+        given = {"whole_blocks": "auto", "dynamic": False} | options
         model = moefx.compile(case.build(), mesh, machine=machine(**figures), **given)
         (program,) = model.prepare(**case.batch(0))
         cut = [record for record in program.records if record.name == "cut-blocks" and record.changes]
