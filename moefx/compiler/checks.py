@@ -69,8 +69,8 @@ class Checks:
         with _named(name):
             if self._verify(self.gm, level, self._facts(WHOLE)):
                 for buffer in sorted(self.written - _written_buffers(self.gm)):
-                    raise VerifyError(f"what the model writes to its buffer {buffer} is gone",
-                                      hint="keep ops that write to an input, also where nothing reads them")  # fmt: skip
+                    what = f"what the model writes to its buffer {buffer} is gone"
+                    raise VerifyError(what, hint="keep ops that write to an input, also where nothing reads them")
             runs = self._of_folded() if is_folded(self.gm) else self.runs
             if runs is not None:
                 runs.whole(self.gm, placed=level is Level.PLACED, exact=exact, summed=self.summed)
@@ -100,7 +100,8 @@ class Checks:
             saved = step.forward, level, facts, first + step.num_user_outputs + step.num_statistics
             if is_new or not self.saved:
                 self.saved = {"saved": saved_roles(*saved), "types": saved_types(*saved),
-                              "spaces": saved_spaces(*saved), "given": saved_inputs(step.forward, saved[-1])}  # fmt: skip
+                              "spaces": saved_spaces(*saved),
+                              "given": saved_inputs(step.forward, saved[-1])}  # fmt: skip
             facts = self._facts(BACKWARD, grad_inputs=tuple(step.grad_inputs), **self.saved)
             with _named(name, "backward"):
                 self._verify(step.backward, level, facts)

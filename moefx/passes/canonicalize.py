@@ -40,7 +40,7 @@ from moefx.ir.dims import is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 from moefx.ir.shapes import LIKE
-from moefx.ir.writes import INPLACE_OPERATORS, may_be_view, place_of_inplace, storage, users_of_memory
+from moefx.ir.writes import INPLACE_OPERATORS, may_be_view, place_of_inplace, storage
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

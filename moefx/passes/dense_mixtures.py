@@ -101,8 +101,9 @@ def _column(gm: GraphModule, column: object) -> tuple[Node, int] | None:
     found = choices.drawn(gm, column) if fake is not None and sizes(column)[-1:] in ((), (1,)) else None
     for node in sorted(edit.ancestors([column]), reverse=True) if found is not None else ():
         whole = choices.drawn(gm, node) if edit.tensor_value(node) is not None else None
-        if whole is None or not whole[0].dim() or not 1 < whole[0].shape[-1] <= MOST or any(
-                g.shape[-1] != whole[0].shape[-1] or g[..., 0].numel() != v.numel() for g, v in zip(whole, found)):  # fmt: skip
+        if whole is None or not whole[0].dim() or not 1 < whole[0].shape[-1] <= MOST:
+            continue
+        if any(g.shape[-1] != whole[0].shape[-1] or g[..., 0].numel() != v.numel() for g, v in zip(whole, found)):
             continue
         same = [(g.reshape(-1, g.shape[-1]) == v.reshape(-1, 1)).all(0) for g, v in zip(whole, found)]
         same = torch.stack(same).all(0)

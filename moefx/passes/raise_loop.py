@@ -30,8 +30,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import additions, choices, einsums, loops, routings
-from moefx.analysis.recognition.branches import Branches
-from moefx.analysis.recognition.facts import Read, token_axes
+from moefx.analysis.recognition.facts import Read
 from moefx.analysis.recognition.host_numbers import count_picked, drop_idle
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.merge import Emitter

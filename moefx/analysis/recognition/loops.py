@@ -112,7 +112,7 @@ def _routed(loop: Loop) -> int:
 
 
 def _inside(loop: Loop) -> int:
-    """How many axes number the tokens of a sample [L, D]: as long as they may differ between ranks, tokens are sent, not
-    samples. Rows [H, D] of known sizes are sent as they are."""
+    """How many axes number the tokens of a sample [L, D]: as long as they may differ between ranks, tokens are sent,
+    not samples. Rows [H, D] of known sizes are sent as they are."""
     found = sizes(loop.rows[0])[_routed(loop) : -1]
     return len(found) if any(not size.is_number for size in found) else 0

@@ -26,8 +26,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Scores:
-    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [.., E] tensor. ones: so many dims of size 1 behind
-    them. detached: w has gradients, and what is read of it has none."""
+    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [.., E] tensor. ones: so many dims of size 1
+    behind them. detached: w has gradients, and what is read of it has none."""
 
     w: Node
     dense: bool
