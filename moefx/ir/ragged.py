@@ -177,7 +177,8 @@ class Region(Rows):
         if decide_same(have, want) is False:
             raise RaiseError(f"{x.name} has {have} rows, but {want} are routed", where=edit.place(x),
                              hint="route as many tokens as there are")  # fmt: skip
-        if any(not expr(size).is_number for size in edit.tensor_value(x).shape[1:]):
+        row = edit.tensor_value(x).shape[1:]  # of one dim: what a block is given alone may have other features
+        if len(row) > 1 and any(not expr(size).is_number for size in row):
             raise RaiseError(f"rows of {x.name} have a size that may differ from rank to rank", where=edit.place(x),
                              hint="keep the features on the last dim of what is routed, [.., D]")  # fmt: skip
 
@@ -342,9 +343,9 @@ class Region(Rows):
         return rows
 
 
-def _numbers(node: Node, first: int) -> list[int]:
+def _numbers(node: Node, first: int) -> list[int | torch.SymInt]:
     """The sizes of a row, from a first dim on."""
-    return [int(expr(size)) for size in edit.tensor_value(node).shape[first:]]
+    return [int(expr(size)) if expr(size).is_number else size for size in edit.tensor_value(node).shape[first:]]
 
 
 def _without_new_axis(node: object) -> object:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from tests.support.handmade import Capacity, D, LanguageModel, Loop, OneLayer
 from tests.support.ranks import run_ranks
-from tests.support.sharing import run_sharing
 
 STARTS = re.compile(
     r"(exchange_counts|counts_to_host|all_to_all_capacity|all_to_all|exchange_sizes|reduce_gradients?)_start\("
@@ -83,16 +82,16 @@ def test_a_dropless_step_moves_what_its_counts_say():
 
 def test_a_capacity_step_sends_full_blocks_and_reports_drops():
     style = Capacity(capacity_factor=0.5)
-    ranks = run_sharing(2, step, style, (2,), ("ep",), OneLayer)
-    assert ranks[0]["forward_code"] == ["exchange_sizes"] + ["all_to_all_capacity"] * 2
+    ranks = run_ranks(2, step, style, (2,), ("ep",))
+    assert ranks[0]["forward_code"] == ["exchange_sizes"] + ["all_to_all_capacity"] * 4
     backward = [k for k in ranks[0]["backward_code"] if not k.startswith("reduce_gradient")]
-    assert backward == ["all_to_all_capacity"] * 2
+    assert backward == ["all_to_all_capacity"] * 4
     for rank, result in enumerate(ranks):
         tokens = (2 + rank) * 6
         capacity = max(1, int(0.5 * 2 * tokens / 8))
         others = max(1, int(0.5 * 2 * (5 * 6 - tokens) / 8))
         sent = [t.num_bytes for t in result["forward"] if t.kind == "all_to_all"]
-        assert sent == [4 * capacity * D * 4, 4 * others * D * 4]
+        assert sent == [4 * capacity * D * 4, 4 * others * D * 4] * 2
         for load, pairs, dropped, _ in result["stats"].values():
             assert pairs == tokens * 2
             assert max(load) <= capacity
@@ -100,7 +99,7 @@ def test_a_capacity_step_sends_full_blocks_and_reports_drops():
 
 
 def test_data_parallel_ranks_reduce_experts_too():
-    ranks = run_sharing(4, step, Loop(), (2, 2), ("dp", "ep"), OneLayer)
+    ranks = run_ranks(4, step, Loop(), (2, 2), ("dp", "ep"), OneLayer)
     reduced = [t for t in ranks[0]["backward"] if t.kind == "all_reduce"]
     assert {t.axes for t in reduced} == {("dp", "ep"), ("dp",)}
     assert len(reduced) == 2, "small gradients share a collective with those that go the same way"
