@@ -98,6 +98,13 @@ def test_tokens_at_places_of_any_origin_train_as_in_eager(styles):
     run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
 
 
+@pytest.mark.parametrize("styles", [SAMPLE_STYLES, PUBLISHED_STYLES[-8:]], ids=["samples", "published"])
+def test_samples_and_sums_train_as_in_eager(styles):
+    """Samples of the ranks are of other lengths."""
+    case = Case("samples", lambda: with_layer(lambda: nn.Sequential(*(style() for style in styles))))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+
+
 @pytest.mark.filterwarnings("ignore:the program does not print or log")
 def test_what_capture_sees_through_trains_as_in_eager():
     case = Case("seen", lambda: with_layer(lambda: nn.Sequential(*(style() for style in CAPTURE_STYLES))))

@@ -94,6 +94,13 @@ def is_view(target: Any) -> bool:
     return renames or any(r.alias_info is not None for r in target._schema.returns)
 
 
+def root(node: Node) -> Node:
+    """The tensor of which it may be a view, or a view of a view."""
+    while may_be_view(node) and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
 def users_of_memory(node: Node) -> dict[Node, bool]:
     """What reads a tensor, by itself or by what may be a view of it, and whether it writes to it. Fake values do not
     tell: where they were computed anew, views have memory of their own."""

@@ -133,6 +133,8 @@ def _for_each_token(emit: ragged.Rows, weights: Node, found: _Mixture) -> Node:
     """Weights [E], or [1, E], of all tokens as [.., E], of each."""
     product, _ = found.columns[0]
     tokens = sizes(product)[:-1]
-    like = min(n for n in edit.ancestors([product]) if sizes(n)[:-1] == tokens)
+    like = min((n for n in edit.ancestors([product]) - {product} if tokens and sizes(n)[:-1] == tokens), default=None)
+    if like is None:
+        raise RaiseError("no tensor that experts read has a row for every token", where=edit.place(product))
     dims = [emit.method("size", like, dim) for dim in range(len(tokens))]
     return emit.method("expand", emit.method("reshape", weights, -1), *dims, -1)

@@ -42,6 +42,7 @@ from moefx.ir import edit, ragged
 from moefx.ir.dims import is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.shapes import sizes
+from moefx.ir.writes import users_of_memory
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _stack_joined(gm: GraphModule) -> None:
     for node in [n for n in gm.graph.nodes if is_reshape(n) and op_name(n.args[0]) in JOINS]:
         outputs = arg(node.args[0], 0, "tensors")
         shapes = {sizes(each) for each in outputs}
-        if len(shapes) > 1 or len(outputs) == 1:
+        if len(shapes) > 1 or len(outputs) == 1 or any(users_of_memory(node.args[0]).values()):
             continue
         (shape,) = shapes
         axis = arg(node.args[0], 1, "dim", 0) % len(shape)

@@ -313,6 +313,42 @@ def test_columns_of_rows_have_one_form():
     assert_same_meaning(before, gm)
 
 
+def test_a_column_of_picked_rows_is_read_where_nobody_writes():
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]", ids: "i64[s0]"):
+            gates = x * 2.0
+            mine = ids == 1
+            column = gates[mine][:, 1]
+            picked = gates[mine]
+            kept = picked[:, 2]
+            changing = x + 1.0
+            rows = changing[mine]
+            changing.view(-1)[0] = 5.0
+            return (column, kept + 0.0, rows[:, 3])
+    """)
+    text = short(gm)
+    assert "gates[mine, 1]" in text
+    assert "gates[mine, 2]" in text
+    assert "[:, 3]" in text
+    assert_same_meaning(before, gm)
+
+
+def test_what_rows_are_picked_of_is_computed_once_unless_it_changes():
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]", ids: "i64[s0]"):
+            total = x.sum(0)
+            first, second = (x / total)[ids == 1], (x / total)[ids == 2]
+            changing = x.abs().sum(0)
+            third = (x * changing)[ids == 1]
+            changing.view(-1)[0] = 3.0
+            fourth = (x * changing)[ids == 2]
+            return (first, second, third, fourth)
+    """)
+    assert sum(n.target is operator.truediv for n in gm.graph.nodes) == 1
+    assert sum(n.target is operator.mul for n in gm.graph.nodes) == 2
+    assert_same_meaning(before, gm)
+
+
 def test_indices_have_one_form():
     before, gm, _ = canonical(INDICES)
     text = short(gm)

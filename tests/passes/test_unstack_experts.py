@@ -170,7 +170,10 @@ def test_products_that_are_stacked_are_added(source):
     WEIGHED.replace("sum(0)", "sum(1)"), WEIGHED.replace("sum(0)", "sum(0, keepdim=True)"),
     WEIGHED.replace("sum(0)", "amax(0)"), WEIGHED.replace("g[:, 1:2] * F.linear(x, up1) * 2.0", "F.linear(x, up1)"),
     WEIGHED.replace("g[:, 1:2] * F.linear(x, up1) * 2.0", "(g[:, 1:2] * F.linear(x, up1)).relu()"),
-], ids=["over tokens", "kept dim", "maximum", "no product", "behind a function"])  # fmt: skip
+    WEIGHED.replace("torch.stack([y0, y1])", "y.view(2, -1, 16)").replace(
+        "    out =", "    y = torch.cat([y0, y1])\n    y[0] = 1.0\n    out ="),
+], ids=["over tokens", "kept dim", "maximum", "no product", "behind a function",
+        "a cat that is written to"])  # fmt: skip
 def test_other_stacks_are_left_alone(source):
     before, gm, result = unstacked(source)
     assert short(gm) == short(before)

@@ -13,7 +13,7 @@ from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.shapes import sizes
-from moefx.ir.writes import storage, writes
+from moefx.ir.writes import root, storage, users_of_memory, writes
 
 
 def shorten(gm: GraphModule) -> None:
@@ -146,11 +146,22 @@ def _read_at_once(gm: GraphModule) -> None:
         rows, item = node.args
         inner = rows.args[1] if isinstance(rows, Node) and rows.target is operator.getitem else None
         front = inner if isinstance(inner, tuple) else (inner,)
-        picks = all(isinstance(each, Node) and edit.tensor_value(each) is not None for each in front)
         of_column = isinstance(item, tuple) and len(item) > 1 and item[0] == slice(None) and type(item[1]) is int
-        if picks and of_column and edit.tensor_value(rows).dim() == 2:
-            node.args = (rows.args[0], (*front, *item[1:]))
+        if not of_column or edit.tensor_value(rows) is None or None in (dims := list(map(_index_dims, front))):
+            continue
+        whole = rows.args[0]
+        if sum(dims) + 1 == edit.tensor_value(whole).dim() and not any(
+                is_written for each in (whole, *front) for is_written in users_of_memory(root(each)).values()):
+            node.args = (whole, (*front, *item[1:]))
             edit.erase_unused([rows])
+
+
+def _index_dims(index: object) -> int | None:
+    """How many axes an index of whole rows takes; None: it is another one."""
+    found = edit.tensor_value(index)
+    if found is None or (found.dtype is not torch.bool and found.dim() != 1):
+        return None
+    return found.dim()
 
 
 def columns(gm: GraphModule) -> None:

@@ -10,7 +10,7 @@ from moefx.ir import edit
 from moefx.ir.names import op_name
 from moefx.ir.op import value
 from moefx.ir.randomness import is_random
-from moefx.ir.writes import storage, users_of_memory
+from moefx.ir.writes import root, storage, users_of_memory
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
 _NOT = ("invert", "bitwise_not", "logical_not")
@@ -49,4 +49,4 @@ def _is_index(item: object) -> bool:
 
 
 def _stays(node: Node) -> bool:
-    return not any(any(users_of_memory(each).values()) for each in (node, *node.all_input_nodes))
+    return not any(any(users_of_memory(root(each)).values()) for each in (node, *node.all_input_nodes))
