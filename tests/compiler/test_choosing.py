@@ -160,8 +160,8 @@ def test_parameters_move_before_they_have_their_place(monkeypatch):
     monkeypatch.setattr(choosing, "best_fold", lambda *_: Fold(2, 2, "s1", 1.0, 1.0, "spread"))
     monkeypatch.setattr(planner, "allowed", lambda region, ctx: ("baseline",) * 2)  # there is nothing else to choose
     case, layout = shallow("mixtral-grouped_mm"), ((4,), ("dp",))
-    options = Options.named(machine=SLOW, chunks=1, scheduler="optsche", dynamic=False)
-    found = run_sharing(4, _run, layout, case, steps_of(case, [[(2, 8)] * 4]), options)
+    options = Options(machine=SLOW, chunks=1, scheduler="optsche")
+    found = run_sharing(4, _run, layout, case, steps_of(case, [[(2, 6), (3, 10)] * 2]), options)
     assert found == [(("dp_ep", "dp_esp"), ("spread",), {A2A, SUM})] * 4
 
 

@@ -12,7 +12,7 @@ import pytest
 import moefx
 from tests.support.handmade import Capacity, LanguageModel, Loop, make_moe
 from tests.support.layered import layered
-from tests.support.models import CASES, Case, shallow
+from tests.support.models import CASES, Case
 from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
@@ -75,7 +75,7 @@ def test_long_samples_on_two_ranks(case, options, meets):
 
 
 def test_a_loss_over_all_tokens_is_that_of_the_uncut_model():
-    case = shallow("mixtral-router_logits")
+    case = CASES["mixtral-router_logits"]
     for changes, _ in run_sharing(2, check, EP2, case, steps_of(case, [UNEVEN]), {"chunks": 2}):
         assert len(changes) == 1
 
