@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.checking.raising import Raising
@@ -96,20 +97,28 @@ def _is_sum(node: object) -> bool:
 
 
 def _column(gm: GraphModule, column: object) -> tuple[Node, int] | None:
-    """(G, e) of what has the numbers of G[.., e] in every draw, [.., 1, ..], and is computed of G."""
+    """(G, e) of what is G[.., e, None, ..] in every draw, or its only number, and is computed of G."""
     fake = edit.tensor_value(column) if isinstance(column, Node) else None
     found = choices.drawn(gm, column) if fake is not None and sizes(column)[-1:] in ((), (1,)) else None
     for node in sorted(edit.ancestors([column]), reverse=True) if found is not None else ():
         whole = choices.drawn(gm, node) if edit.tensor_value(node) is not None else None
         if whole is None or not whole[0].dim() or not 1 < whole[0].shape[-1] <= MOST:
             continue
-        if any(g.shape[-1] != whole[0].shape[-1] or g[..., 0].numel() != v.numel() for g, v in zip(whole, found)):
+        if any(g.shape[-1] != whole[0].shape[-1] or not _fits(v, g[..., 0]) for g, v in zip(whole, found)):
             continue
         same = [(g.reshape(-1, g.shape[-1]) == v.reshape(-1, 1)).all(0) for g, v in zip(whole, found)]
         same = torch.stack(same).all(0)
         if same.sum() == 1:
             return node, int(same.nonzero())
     return None
+
+
+def _fits(column: Tensor, of_one: Tensor) -> bool:
+    """Whether a column has the dims of the weights of one expert, and some of size 1 behind them; or both are a
+    number."""
+    front = of_one.dim()
+    alike = column.shape[:front] == of_one.shape and column.dim() > front
+    return column.numel() == of_one.numel() and (alike or column.numel() == 1)
 
 
 def _choose_all(gm: GraphModule, found: _Mixture) -> Node:

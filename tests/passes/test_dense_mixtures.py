@@ -87,6 +87,9 @@ NOOP = {
     "one function": LOOP.replace("up_1)", "up_0)"),
     "stacked, of other functions": LOOP.replace(SUM, WAYS["stacked"]).replace("F.linear(x, up_1)", "F.relu(x)"),
     "numbers": LOOP.replace(SUM, "y_0 * g.sum() + y_1 * g[0, 0]"),
+    "weights of another axis": LOOP.replace('x: "f32[s0, 16]"', 'x: "f32[s0, s0, 16]"').replace(
+        "F.linear(x, gate)", "F.linear(x.mean(0), gate)").replace("g[:, 0:1]", "g[:, 0][None, :, None]").replace(
+        "g[:, 1:2]", "g[:, 1][None, :, None]"),
     "numbers alone": LOOP.replace(SUM, "y_0 * g.sum() + g.sum() * 2.0"),
 }
 
