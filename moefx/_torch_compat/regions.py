@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import re
 import types
@@ -15,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._guards import Source
+from torch._guards import ChainedSource
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -89,8 +88,29 @@ def watching_reuse() -> Iterator[Reuse]:
             reuse.found.append((tx.output, {old.name: new.name for old, new in moved.items()}))
         return True
 
-    with mock.patch.object(invoke_subgraph, "is_reusable", is_reusable):
+    with (mock.patch.object(invoke_subgraph, "is_reusable", is_reusable),
+          mock.patch.object(ChainedSource, "clone", _once(ChainedSource.clone))):  # fmt: skip
         yield reuse
+
+
+def _once(clone: Callable) -> Callable:
+    """`Source.clone` with others in the place of parts, once for each source: dynamo's copies all that an object is
+    read through for every read of it, which took a fifth of capture."""
+    made: dict[Any, Any] = {}
+    last = None
+
+    def moved(source: Any, other: Callable | None = None) -> Any:
+        nonlocal last
+        if other is None:
+            return clone(source)
+        if other is not last:
+            last = other
+            made.clear()
+        if source not in made:
+            made[source] = clone(source, other)
+        return made[source]
+
+    return moved
 
 
 class _Read:
@@ -112,10 +132,13 @@ class _Read:
 
     def is_as(self, moved: dict[Any, Any]) -> bool:
         """Whether it is the same in a call of which some arguments are others. moved: {source: the other one's}."""
-        made, cache = dict(moved), {}
+        cache: dict[Any, Any] = {}
+
+        def other(source: Any) -> Any:
+            return moved.get(source, source)
 
         def there(source: Any) -> Any:
-            return _moved(source, made).get_value(self.scope, {}, cache)
+            return source.clone(other).get_value(self.scope, {}, cache)
 
         try:
             return (all(len({id(there(source)) for source in each}) == 1 for each in self.ways)
@@ -132,18 +155,6 @@ class _Read:
             return spec is SKIP_GUARD
         here = source.get_value(self.scope, {}, self.cache)
         return spec.eval_fn(there(source), spec.get_metadata_fn(guard, here))
-
-
-def _moved(source: Any, made: dict[Any, Any]) -> Any:
-    """The source with others in the place of its parts. made: what is known, and grows. `Source.clone` copies all that
-    an object is read through for every read of it, which took a fifth of capture."""
-    if source not in made:
-        parts = {each.name: part for each in dataclasses.fields(source)
-                 if isinstance(part := getattr(source, each.name), Source)}  # fmt: skip
-        new = {name: _moved(part, made) for name, part in parts.items()}
-        same = all(new[name] is part for name, part in parts.items())
-        made[source] = source if same else dataclasses.replace(source, **new)
-    return made[source]
 
 
 # ---- what was read, of layers that were not traced
@@ -193,10 +204,12 @@ class Renamed:
 
 
 def fake_strided(mode: Any, like: Tensor, sizes: tuple, strides: tuple, offset: Any) -> Tensor:
-    """A fake of these sizes, and else like another one, without an op on fakes, which takes ten times as long."""
-    with _disable_current_modes():  # a graph that is traced is told nothing of this
-        meta = torch.empty(0, dtype=like.dtype, device="meta")
-        return FakeTensor(mode, meta.set_(meta.untyped_storage(), offset, sizes, strides), like.device)
+    """A fake of these sizes, and else like another one, without an op on fakes, which takes ten times as long, and
+    without `set_`, which asks three times as long how large its memory has to be."""
+    with _disable_current_modes(), torch._C._DisableTorchDispatch():  # a graph that is traced is told nothing of this
+        meta = Tensor._make_wrapper_subclass(FakeTensor, sizes, strides, offset, dtype=like.dtype, device="meta").data
+        torch._functionalize_unsafe_set(meta, torch.empty(0, dtype=like.dtype, device="meta"))
+        return FakeTensor(mode, meta, like.device)
 
 
 def fake_as(mode: Any, like: Tensor, memory: Tensor | None = None) -> Tensor:

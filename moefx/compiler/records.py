@@ -9,7 +9,7 @@ Steps that changed nothing have no file.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +24,7 @@ from moefx.ir import alike
 from moefx.ir.header import Header
 from moefx.ir.level import Level
 from moefx.ir.op import value
-from moefx.ir.text import Printed, diff, op_count_diff, op_counts, printed
+from moefx.ir.printed import Known, Printed, diff, op_count_diff, op_counts, printed
 from moefx.layout import Layout
 from moefx.options import Options
 
@@ -90,6 +90,7 @@ class Recorder:
 
     ctx: PassContext
     records: list[Record] = field(default_factory=list)
+    known: dict[str, Known] = field(default_factory=lambda: defaultdict(Known))
 
     def add(self, name: str, level: Level, graphs: Mapping[str, GraphModule], result: PassResult, seconds: float,
             step: StepGraphs | None = None) -> Record:
@@ -97,7 +98,7 @@ class Recorder:
         pictures = {}
         for key, gm in graphs.items():
             same = before.get(key) if not result.changes else None
-            form, counts = (same.printed, same.counts) if same else (_print(gm), op_counts(gm))
+            form, counts = (same.printed, same.counts) if same else (_print(gm, self.known[key]), op_counts(gm))
             pictures[key] = Picture(form, counts, self._header(gm, key, level, step, form.sizes))
         record = Record(name, level, pictures, before, tuple(result.changes), tuple(result.skipped), seconds)
         self.records.append(record)
@@ -122,13 +123,12 @@ class Recorder:
                          "gradients": tuple(step.grad_inputs)})
 
 
-def _print(gm: GraphModule) -> Printed:
+def _print(gm: GraphModule, known: Known) -> Printed:
     """The graph as text, or, before canonicalisation, why it has none."""
     try:
-        return printed(gm)
+        return printed(gm, known)
     except VerifyError as error:
-        text = f"# no text: {error.what} ({error.where})\n"
-        return Printed(text, text, "", {})
+        return Printed([f"# no text: {error.what} ({error.where})"], [])
 
 
 def dump_folder(options: Options) -> Path | None:

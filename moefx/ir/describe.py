@@ -21,6 +21,7 @@ DTYPES: Mapping[torch.dtype, str] = {
 _OPS = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))
 
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SYMBOL = re.compile(r"[su]\d+")
 
 
@@ -40,6 +41,7 @@ class Symbols:
     def __init__(self, *graphs: fx.Graph) -> None:
         self._renamed: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # some models' sizes are long expressions, on thousands of tensors
+        self.called: dict[sympy.Expr, str] = {}  # what was asked for since someone emptied it
         self._count: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}  # of the symbols that stood alone somewhere and have an example
         for node in (node for graph in graphs for node in graph.nodes):
@@ -64,14 +66,19 @@ class Symbols:
 
     def expr(self, value: int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """The text of a size: a number, or an expression in renamed symbols."""
-        if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if not isinstance(value, _SYMBOLIC):
             return repr(value)
         expr = value.node.expr
         if expr not in self._texts:
             self._texts[expr] = self._text(expr)
         if expr in self._renamed and value.node.has_hint():
             self.sizes[self._renamed[expr].name] = value.node.hint
-        return self._texts[expr]
+        text = self.called[expr] = self._texts[expr]
+        return text
+
+    def call_so(self, sizes: Mapping[sympy.Expr, str]) -> bool:
+        """Whether all these were asked for and are called so."""
+        return all(self._texts.get(expr) == text for expr, text in sizes.items())
 
     def _text(self, expr: sympy.Expr) -> str:
         for symbol in sorted(expr.free_symbols, key=lambda s: (len(s.name), s.name)):
@@ -88,7 +95,7 @@ class Symbols:
         if isinstance(value, torch.Tensor):
             dtype = DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
             return f"{dtype}[{', '.join(self.expr(size) for size in value.shape)}]"
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+        if isinstance(value, (*_SYMBOLIC, int, float)):
             return self.expr(value)
         if isinstance(value, tuple | list):
             items = [self.type_text(item) or "None" for item in value]

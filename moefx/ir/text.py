@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import difflib
 import enum
 import functools
 import importlib
 import math
 import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +29,11 @@ from torch import fx
 from moefx import _torch_compat as compat
 from moefx.errors import VerifyError
 from moefx.ir.describe import DTYPES, Symbols, module_path, op_name, source_line
-from moefx.ir.op import REGISTRY, value
+from moefx.ir.op import value
 
 __all__ = [
-    "BINARY", "DTYPES", "ROOTS", "UNARY", "Printed", "Symbols", "diff", "member", "module_path", "op_count_diff",
-    "op_counts", "op_name", "path_of", "printed", "resolve", "source_line", "text",
+    "BINARY", "DTYPES", "ROOTS", "UNARY", "Symbols", "member", "module_path", "op_name", "path_of", "resolve",
+    "source_line", "text",
 ]  # fmt: skip
 
 # The short names a text may use without importing them, and what to write for one that a node's name hides.
@@ -108,7 +107,23 @@ def _candidates(target: object) -> Iterator[str]:
         yield f"{module}.{name}"  # some torch has qualified names of no meaning for functions in C++
 
 
-class _Printer:
+class Row(NamedTuple):
+    """The line of a node in parts: its statement, the type of its value, and its module and source line."""
+
+    statement: str
+    kind: str
+    place: str
+
+    @property
+    def plain(self) -> str:
+        return with_comment(self.statement, self.kind)
+
+    @property
+    def full(self) -> str:
+        return with_comment(self.statement, "  ".join(filter(None, (self.kind, self.place))))
+
+
+class Printer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.taken = {node.name for node in graph.nodes}
@@ -119,21 +134,21 @@ class _Printer:
     def lines(self, *, meta: bool, where: bool) -> Iterator[str]:
         yield from self.signature(self.graph.find_nodes(op="placeholder"), meta)
         for statement, kind, place in self.rows():
-            yield _with_comment(statement, "  ".join(filter(None, [*[kind] * meta, *[place] * where])))
+            yield with_comment(statement, "  ".join(filter(None, [*[kind] * meta, *[place] * where])))
 
-    def rows(self) -> Iterator[tuple[str, str, str]]:
-        """(statement, type, module and source line) of every node but the inputs."""
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                continue
-            try:
-                statement = "    " + self.statement(node)
-            except VerifyError as error:
-                place = ", ".join(filter(None, (f"node {node.name}", module_path(node), source_line(node))))
-                raise VerifyError(error.what, where=place, hint=error.hint) from None
-            place = "  ".join(filter(None, (module_path(node), source_line(node))))
-            took = f"  takes {node.args[node.meta['takes']]}" if "takes" in node.meta else ""
-            yield statement, self.symbols.type_text(value(node)) + took, place
+    def rows(self) -> Iterator[Row]:
+        """Of every node but the inputs."""
+        return (self.row(node) for node in self.graph.nodes if node.op != "placeholder")
+
+    def row(self, node: fx.Node) -> Row:
+        try:
+            statement = "    " + self.statement(node)
+        except VerifyError as error:
+            place = ", ".join(filter(None, (f"node {node.name}", module_path(node), source_line(node))))
+            raise VerifyError(error.what, where=place, hint=error.hint) from None
+        place = "  ".join(filter(None, (module_path(node), source_line(node))))
+        took = f"  takes {node.args[node.meta['takes']]}" if "takes" in node.meta else ""
+        return Row(statement, self.symbols.type_text(value(node)) + took, place)
 
     def signature(self, nodes: Sequence[fx.Node], meta: bool) -> Iterator[str]:
         for node in nodes:
@@ -296,14 +311,14 @@ def _import_of(path: str) -> str:
     return f"import {module}"
 
 
-def _with_comment(line: str, comment: str) -> str:
+def with_comment(line: str, comment: str) -> str:
     if not comment:
         return line
     width = max(_COMMENT_COLUMN, -(-(len(line) + 2) // 8) * 8)  # a longer line gets the next multiple of 8
     return f"{line:<{width}}# {comment}"
 
 
-def _graph(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
+def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
     return graph.graph if isinstance(graph, fx.GraphModule) else graph
 
 
@@ -315,59 +330,4 @@ def text(graph: fx.GraphModule | fx.Graph, *, meta: bool = True, where: bool = F
     source line of each node. Raises VerifyError, naming the node, for get_attr and call_module nodes and for targets
     and literals that no text can name.
     """
-    return "\n".join(_Printer(_graph(graph)).lines(meta=meta, where=where)) + "\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Printed:
-    """A graph as text, printed once for all uses: with types (`plain`), with places too (`full`), its imports, and the
-    sizes of the symbols of its inputs in the call that was traced."""
-
-    plain: str
-    full: str
-    imports: str
-    sizes: Mapping[str, int]
-
-    def file(self, *, title: str, notes: Sequence[str] = ()) -> str:
-        """A Python file with the graph; `title` and `notes` are its docstring.
-
-        Run as a script, it hands itself to `moefx.opt`. `moefx.ir.read.read` takes the whole file.
-        """
-        lines = "\n".join([title, "", *notes] if notes else [title])
-        docstring = lines.replace("\\", "\\\\").replace('"""', "'''")
-        return (
-            f'"""{docstring}\n"""\n\n{self.imports}\n\n\n{self.full}\n\n'
-            'if __name__ == "__main__":\n    from moefx.opt import main\n\n    main([__file__])\n'
-        )
-
-
-def printed(graph: fx.GraphModule | fx.Graph) -> Printed:
-    """The graph in all its text forms. Raises what `text` raises."""
-    printer = _Printer(_graph(graph))
-    head = list(printer.signature(printer.graph.find_nodes(op="placeholder"), True))
-    rows = list(printer.rows())
-    plain = [_with_comment(statement, kind) for statement, kind, _ in rows]
-    full = [_with_comment(statement, "  ".join(filter(None, (kind, place)))) for statement, kind, place in rows]
-    return Printed("\n".join(head + plain) + "\n", "\n".join(head + full) + "\n", "\n".join(printer.imports()),
-                   dict(printer.symbols.sizes))
-
-
-def diff(before: str, after: str) -> str:
-    """The unified diff of two texts with two lines of context; "" if they are equal."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", n=2, lineterm="")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def op_counts(graph: fx.GraphModule | fx.Graph) -> Counter[str]:
-    """How often every op stands in the graph, by its bare name."""
-    return Counter(map(op_name, _graph(graph).nodes))
-
-
-def op_count_diff(before: Counter[str], after: Counter[str]) -> list[str]:
-    """Lines like `all_to_all: 0 -> 4 (+4)`: first all nodes, then, by name, each op whose number changed, those of the
-    dialect first."""
-    rows = [("nodes", before.total(), after.total())]
-    dialect = {op.name for op in REGISTRY.values()}
-    names = sorted(before | after, key=lambda name: (name not in dialect, name))
-    rows += [(name, before[name], after[name]) for name in names]
-    return [f"{name}: {old} -> {new} ({new - old:+})" for name, old, new in rows if old != new]
+    return "\n".join(Printer(graph_of(graph)).lines(meta=meta, where=where)) + "\n"

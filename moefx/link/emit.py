@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.describe import Symbols, module_path, source_line
 from moefx.ir.op import value
-from moefx.ir.text import _Printer
+from moefx.ir.text import Printer
 from moefx.link.instrument import Marker, Marks
 from moefx.link.lower import free_points
 from moefx.link.parts import Part, parts_of
@@ -42,7 +42,7 @@ _ROOMS = "moefx.features."  # each of which may have a `runtime`
 _OWN_NAMES = frozenset({"session", "step", "inputs", "aten", "torch", "deque", "layers"})
 
 
-class _Code(_Printer):
+class _Code(Printer):
     """Statements with short names of functions: aten.mm.default, kernels.route."""
 
     def __init__(self, graph: fx.Graph) -> None:

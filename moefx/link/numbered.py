@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -96,10 +97,10 @@ def with_numbers(each: Statement, first: Form, second: Form, counted: Counted) -
 def base_name(values: Sequence[str]) -> str:
     """One name for the values of all rounds: without the number of the layer and what stands before it, and without the
     number that tells values of one name apart."""
-    parts = [re.split(r"(\d+)", re.sub(r"_\d+$", "", value)) for value in values]
+    parts = [_parts(value) for value in values]
     if len({tuple(each[::2]) for each in parts}) > 1:
         return re.sub(r"_\d+$", "", values[0])
-    first = parts[0]
+    first = list(parts[0])
     changing = [place for place in range(1, len(first), 2) if len({each[place] for each in parts}) > 1]
     for place in reversed(changing):
         if first[place - 1].endswith("_"):  # model_layers_3_gate_weight
@@ -109,3 +110,8 @@ def base_name(values: Sequence[str]) -> str:
         first = [*first[: place - 1], first[place - 1] + first[place + 1], *first[place + 2 :]]  # r3_table
     name = "".join(first)
     return name if name.isidentifier() else re.sub(r"_\d+$", "", values[0])
+
+
+@functools.lru_cache(maxsize=100_000)  # loops are tried in several ways, with the same values
+def _parts(name: str) -> tuple[str, ...]:
+    return tuple(re.split(r"(\d+)", re.sub(r"_\d+$", "", name)))

@@ -16,8 +16,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moefx.errors import VerifyError
+from moefx.ir.printed import Known, diff, op_count_diff, op_counts, printed
 from moefx.ir.read import example_inputs, read
-from moefx.ir.text import diff, module_path, op_count_diff, op_counts, path_of, printed, resolve, source_line, text
+from moefx.ir.text import module_path, path_of, resolve, source_line, text
 
 
 def mlp_step(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -207,9 +208,9 @@ def test_runnable_file_is_python_that_computes_the_same() -> None:
 
 
 def test_runnable_imports_what_it_names() -> None:
-    gm = read("def graph(x):\n    y = moefx.ir.text.diff(F.silu(x), 'b')\n    return ops.aten.neg.default(y)")
+    gm = read("def graph(x):\n    y = moefx.ir.printed.diff(F.silu(x), 'b')\n    return ops.aten.neg.default(y)")
     head = printed(gm).file(title="t").split("def graph")[0]
-    assert head == '"""t\n"""\n\nimport moefx.ir.text\nimport torch.nn.functional as F\nfrom torch import ops\n\n\n'
+    assert head == '"""t\n"""\n\nimport moefx.ir.printed\nimport torch.nn.functional as F\nfrom torch import ops\n\n\n'
 
 
 def test_runnable_file_of_the_dialect_stands_alone(tmp_path: Path) -> None:
@@ -221,6 +222,37 @@ def test_runnable_file_of_the_dialect_stands_alone(tmp_path: Path) -> None:
     script = "import dump, torch; print(dump.graph(torch.arange(6.0).view(3, 2), torch.arange(6))[:, 0].tolist())"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "[0.0, 0.0, 2.0, 2.0, 4.0, 4.0]\n", done.stderr
+
+
+def test_rows_in_which_nothing_changed_are_kept() -> None:
+    def twice(x, w):
+        long = torch.relu(torch.cat([x, x]))
+        return long @ w, x.sum()
+
+    gm = make_fx(twice, tracing_mode="symbolic")(torch.randn(5, 4), torch.randn(4, 6))
+    known = Known()
+
+    def made() -> set[str]:
+        """Nodes whose rows are made anew. All rows say what a first print says."""
+        before = [each.row for each in known.seen.values()]
+        now, first = printed(gm, known), printed(gm)
+        assert (now.full, now.imports, now.sizes) == (first.full, first.imports, first.sizes)
+        return {node.name for node, each in known.seen.items() if not any(each.row is old for old in before)}
+
+    assert made() == {"cat", "relu", "mm", "sum_1", "output"}
+    assert made() == {"cat"}, "sizes get their names where they are seen first"
+    relu = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)[0]
+    relu.name = "other"
+    assert made() == {"cat", "other", "mm"}
+    relu.target = torch.ops.aten.neg.default
+    assert made() == {"cat", "other"}
+    relu.meta["val"] = relu.meta["val"][:1]
+    assert made() == {"cat", "other"}
+    relu.args = (gm.graph.find_nodes(op="placeholder")[0],)
+    gm.graph.eliminate_dead_code()
+    assert made() == {"other", "mm"}, "that size is seen first there now"
+    relu.name = "ops"
+    assert made() == {"ops", "mm", "sum_1", "output"}, "a name hides torch.ops"
 
 
 def test_diff_and_op_counts() -> None:
