@@ -119,3 +119,9 @@ def test_a_gate_inside_of_an_expert_is_not_skewed():
     plain = Sample(Loop(num_experts=4, top_k=4, bias=True, gated=True, router_bias=True), inner=3)
     before, after = (dict(s.build().named_parameters()) for s in (plain, replace(plain, skewed=True)))
     assert [name for name in before if not before[name].equal(after[name])] == ["mlp.router.bias"]
+
+
+def test_experts_that_are_called_twice_get_the_gradients_of_both_calls() -> None:
+    style = Loop(num_experts=4, top_k=2, gather="mask", scatter="index_add", twice=True)
+    verdict = judge(Sample(style, axes=(("dp", 2), ("ep", 2)), steps=(Step(((1, 5), (2, 4), (1, 3), (2, 2))),)))
+    assert verdict.kind == "equal", verdict.text

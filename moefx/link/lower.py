@@ -27,6 +27,7 @@ from moefx.ir.ops.order import unsplit, wait
 from moefx.ir.text import resolve
 from moefx.ir.verify import Facts, verify
 from moefx.link import implementations
+from moefx.runtime.gradients import told_apart
 
 
 class Linker:
@@ -118,6 +119,7 @@ class Linker:
 
 def _by_name(started: Node, names: Sequence[str]) -> None:
     """What is made for several inputs is taken by their names: so lines of equal layers differ in a layer's number."""
+    names = told_apart(names)
     for part in [part for waited in started.users for part in waited.users if part.target is operator.getitem]:
         part.args = (part.args[0], names[part.args[1]])
 

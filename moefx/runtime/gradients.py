@@ -111,14 +111,15 @@ def reduce_gradient_start(
 def reduce_gradients_start(
     session: Session, step, grads: Sequence[Tensor], *, axes: tuple[str, ...], scale: float, names: Sequence[str]
 ) -> Handle[dict[str, Tensor | None]]:
-    """The same of several, of one dtype, in one all-reduce: a bucket. Each is left alone; results, by name, are parts
-    of one piece of memory."""
+    """The same of several, of one dtype, in one all-reduce: a bucket. Each is left alone; results, by `told_apart`
+    names, are parts of one piece of memory."""
     buffers: GradientBuffers = step.buffers
     ways = [(name, axes, scale) for name in names]
     if not step.synchronise:
         for way, grad in zip(ways, grads, strict=True):
             buffers.add(way, grad, owned=False)
-        return Handle(session, f"gradients of {_several(names)}, put aside", axes, lambda: dict.fromkeys(names))
+        nothing = dict.fromkeys(told_apart(names))
+        return Handle(session, f"gradients of {_several(names)}, put aside", axes, lambda: nothing)
     waiting = [buffers.take(way) for way in ways]
     return _start_bucket(session, ways, [grad if before is None else before.add_(grad)
                                          for grad, before in zip(grads, waiting, strict=True)])  # fmt: skip
@@ -133,9 +134,15 @@ def _start_bucket(session: Session, ways: Sequence[Way], grads: Sequence[Tensor]
 
     def finish() -> dict[str, Tensor]:
         totals = sent.wait().split([shape.numel() for shape in shapes])
-        return {name: total.view(shape) for name, total, shape in zip(names, totals, shapes)}
+        return {name: total.view(shape) for name, total, shape in zip(told_apart(names), totals, shapes)}
 
     return Handle(session, f"gradients of {name}", axes, finish, behind=sent)
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """Names of which none stands twice: a model that calls its experts twice has two stacks of them, of one name."""
+    return [f"{name}, {before + 1}" if (before := names[:place].count(name)) else name
+            for place, name in enumerate(names)]  # fmt: skip
 
 
 def _several(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from moefx.runtime.gradients import (
     reduce_gradients,
     reduce_gradients_start,
     reduce_waiting,
+    told_apart,
 )
 from moefx.runtime.session import Session
 from tests.support.ranks import run_threads
@@ -100,6 +101,10 @@ def test_small_gradients_that_go_one_way_share_a_collective():
     assert all(each == together[0] for each in together), "ranks send other buckets"
 
 
+def test_names_of_a_bucket_are_told_apart() -> None:
+    assert told_apart(["w", "v", "w", "w"]) == ["w", "v", "w, 2", "w, 3"]
+
+
 def in_a_bucket(rank: int, world: int) -> list[str]:
     """What waits of micro-steps is in the bucket; done is said when it is; a second wait is refused."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
@@ -123,6 +128,11 @@ def in_a_bucket(rank: int, world: int) -> list[str]:
     assert {name: total.tolist() for name, total in found.items()} == {"v": [3.0, 3.0], "w": [[20.0, 20.0]]}
     assert [each.region for each in traffic] == ["v and 1 more"]
     assert len(buffers) == 0
+    call = SimpleNamespace(buffers=buffers, synchronise=True)
+    twice = [torch.full((2,), 1.0), torch.full((2,), 5.0)]
+    found = reduce_gradients_start(session, call, twice, axes=("dp",), scale=0.5, names=["w", "w"]).wait()
+    assert [total.tolist() for total in found.values()] == [[1.0, 1.0], [5.0, 5.0]]
+    traffic.clear()
     try:
         handle.wait()
     except StaleStateError as error:
