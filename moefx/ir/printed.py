@@ -84,7 +84,7 @@ class Known:
 
     def rows(self, printer: Printer) -> Iterator[Row]:
         before = self.seen if self.heads & printer.taken == self.hidden else {}
-        self.seen = {}
+        now: dict[fx.Node, _Seen] = {}
         for node in printer.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -94,10 +94,11 @@ class Known:
             if (seen is None or seen.names != names or not all(map(operator.is_, seen.objects, objects))
                     or not printer.symbols.call_so(seen.sizes)):  # fmt: skip
                 seen = _made(printer, node, objects, names)
-            self.seen[node] = seen
+            now[node] = seen
             printer.paths |= seen.paths
             printer.modules |= seen.modules
             yield seen.row
+        self.seen = now  # only now: a graph may turn out to have no text
         self.heads = {path.partition(".")[0] for path in printer.paths}
         self.hidden = self.heads & printer.taken
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moefx.layout import chunked
+from moefx.runtime.gradients import told_apart
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle
 from moefx.runtime.session import Session
@@ -69,7 +70,8 @@ def scatter_shards_start(session: Session, step, grads: Sequence[Tensor], *, nam
         held.clear()  # what was sent has left
         total = received.view(n, -1).sum(0, dtype=exact).mul_(scale).to(dtype)
         parts = [part.view(shape) for part, shape in zip(total.split([*map(math.prod, shapes)]), shapes)]
-        return {name: step.buffers.kept_back(name, part, step.synchronise) for name, part in zip(names, parts)}
+        return {key: step.buffers.kept_back(name, part, step.synchronise)
+                for key, name, part in zip(told_apart(names), names, parts)}
 
     return Handle(session, text, axis, finish, work=work, owned=held)
 
